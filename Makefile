@@ -1,0 +1,47 @@
+# Two commands: `make demo` and `make test`. Both set up a virtual environment first.
+#   PYTHON=python3.12   the interpreter that the environment is made from
+#   VENV=.venv          where it is kept
+#   ARGS="-k launch"    more arguments for pytest or the demo
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+JOBS ?= 2
+
+.PHONY: help demo test lint format clean
+help:
+	@sed -n 's/^#   /  /p; s/^## //p' $(firstword $(MAKEFILE_LIST))
+
+## make demo    train a small byte-level language model on the CPU
+demo: $(VENV)/installed
+	@echo "== demo: examples/train_bytes.py, a small Mamba-2 language model on this machine's JAX devices"
+	$(VENV)/bin/python examples/train_bytes.py $(ARGS)
+
+## make test    run the test suite
+test: $(VENV)/installed
+	@echo "== test: pytest with $(JOBS) workers"
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+## make lint    formatters, linters and the type checker, without changing a file
+lint: $(VENV)/installed
+	@echo "== lint: ruff, clang-format, pyright"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+## make format  rewrite the sources as the formatters want them
+format: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+## make clean   remove the environment and everything built
+clean:
+	rm -rf $(VENV) build
+
+# Rebuilt when what it is made of changes; Python sources are used in place.
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
+	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with the development tools)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

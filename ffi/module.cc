@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_ffi, m) { m.def("registrations", []() { return nanobind::dict(); }); }
