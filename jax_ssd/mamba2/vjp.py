@@ -1,0 +1,98 @@
+"""Reverse-mode differentiation of the Mamba-2 ops.
+
+The scan keeps its inputs and nothing else; its backward is one op that recomputes the states. The derivative of a step is
+plain JAX. Forward mode and second derivatives are refused in words: "reference" has them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ssd import op
+from jax_ssd.mamba2 import ops, reference
+
+FORWARD_MODE = (
+    "{name} has a reverse-mode derivative of first order only (grad, vjp), not jvp, jacfwd, linearize or second derivatives; "
+    "implementation='reference' supports them all."
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scan(spec: ops.Spec, operands: reference.Operands) -> tuple[jax.Array, ...]:
+    """(y,) or (y, final state) of canonical operands; absent operands are None and not in spec.operands."""
+    return tuple(ops.forward(spec, *_present(spec, operands)))
+
+
+def _scan_forward(spec, operands):
+    return scan(spec, operands), operands
+
+
+def _scan_backward(spec, operands, cotangents):
+    names = (*spec.operands, "dy", "dfinal")[: len(spec.operands) + len(cotangents)]
+    gradients = _first_order(dataclasses.replace(spec, operands=names), *_present(spec, operands), *cotangents)
+    by_name = dict(zip(spec.gradients, gradients, strict=True))
+    return (_gathered(operands, by_name),)
+
+
+scan.defvjp(_scan_forward, _scan_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _first_order(spec: ops.Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(ops.backward(spec, *operands))
+
+
+def _refuse(spec, *operands):
+    raise NotImplementedError(FORWARD_MODE.format(name="mamba2"))
+
+
+_first_order.defvjp(_refuse, _refuse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, jax.Array]:
+    """(new state, y) of one token."""
+    state, y = ops.step(spec, *_present(spec, operands))
+    return state, y
+
+
+def _step_forward(spec, operands):
+    return step(spec, operands), operands
+
+
+def _step_backward(spec, operands, cotangents):
+    def function(operands):
+        return reference.step(operands, spec.dt_softplus, spec.dt_limit)
+
+    return jax.vjp(function, operands)[1](cotangents)
+
+
+step.defvjp(_step_forward, _step_backward)
+
+
+def guarded(operands, name: str):
+    """The operands with forward-mode differentiation refused in words."""
+    message = FORWARD_MODE.format(name=name)
+
+    def guard(array):
+        return op.reverse_mode_only(array, message) if jnp.issubdtype(array.dtype, jnp.inexact) else array
+
+    return jax.tree.map(guard, operands)
+
+
+def _present(spec, operands) -> list[jax.Array]:
+    return [array for name, array in zip(operands._fields, operands, strict=True) if name in spec.operands]
+
+
+def _gathered(operands, by_name):
+    """Cotangents in the operands' structure; rows of parameters that serve the whole batch are added up."""
+
+    def one(name, operand):
+        gradient = by_name.get(name)
+        if gradient is not None and gradient.shape != operand.shape:
+            gradient = gradient.sum(axis=0, keepdims=True)
+        return gradient
+
+    return type(operands)(*(one(name, operand) for name, operand in zip(operands._fields, operands, strict=True)))

@@ -1,0 +1,24 @@
+"""Inside shard_map: operands that vary over different mesh axes, brought to one type.
+
+An op's results vary over every mesh axis that any operand varies over. Casting the operands first keeps that promise in
+the types and, being differentiable, makes the gradient of a replicated operand the sum over the axes it was cast to.
+"""
+
+import jax
+
+
+def unified(tree):
+    """The same arrays, each varying over the union of all arrays' manual axes."""
+    names: frozenset[str] = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
+    if not names:
+        return tree
+
+    def one(leaf):
+        missing = tuple(sorted(names - _varying(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def _varying(array) -> frozenset[str]:
+    return frozenset(getattr(jax.typeof(array), "vma", ()))

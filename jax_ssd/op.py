@@ -1,0 +1,170 @@
+"""How an operation of this library becomes part of JAX: built once here, used by every op.
+
+From the inside out: a primitive, whose result types follow from its operands' types and whose lowering is chosen per
+platform; custom_partitioning, so that the compiler shards it instead of gathering its operands; custom_vmap, which folds
+mapped axes into the batch axis so that any vmap is still one call. Differentiation rules are put around it by the op's own
+vjp module. An op works on a flat list of arrays whose axes are named by letters (see partition.py) and on a hashable
+`spec` that says which arrays are present and holds every static option.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ssd import dispatch, partition
+
+Function = Callable[..., tuple[jax.Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What distinguishes one op from another.
+
+    Attributes:
+      name: appears in lowered programs and in error messages.
+      letters: spec -> (operand axis letters, result axis letters), one string per array, e.g. "bthp".
+      abstract: (spec, operand avals) -> result avals, made by updating an operand's aval so that manual axes survive.
+      lowerings: (spec, implementation, platform, operand avals) -> function of the operands. Raises NotImplementedError
+        with the reason if that implementation cannot serve the call on that platform.
+    """
+
+    name: str
+    letters: Callable[[Any], tuple[tuple[str, ...], tuple[str, ...]]]
+    abstract: Callable[[Any, Sequence[jax.core.ShapedArray]], list[jax.core.ShapedArray]]
+    lowerings: Callable[[Any, str, str, Sequence[jax.core.ShapedArray]], Function]
+
+
+DEFINITIONS: dict[str, Definition] = {}
+
+
+def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
+    """Build the stack; the result takes (spec, *operands). `spec.implementation` is the tuple of allowed names."""
+    primitive = Primitive(f"jax_ssd_{definition.name}")
+    primitive.multiple_results = True
+    DEFINITIONS[primitive.name] = definition
+
+    @primitive.def_abstract_eval
+    def _(*avals, spec):
+        return definition.abstract(spec, avals)
+
+    @primitive.def_impl
+    def _(*operands, spec):
+        return jax.jit(functools.partial(primitive.bind, spec=spec))(*operands)
+
+    def lower(platform, context, *operands, spec):
+        _, function = select(definition, spec, platform, context.avals_in)
+        return mlir.lower_fun(function, multiple_results=True)(context, *operands)
+
+    mlir.register_lowering(primitive, functools.partial(lower, "cpu"))
+    mlir.register_lowering(primitive, functools.partial(lower, "cuda"), platform="cuda")
+
+    @functools.lru_cache(maxsize=None)
+    def stacked(spec) -> Function:
+        operand_letters, result_letters = definition.letters(spec)
+        sharded = partition.partitioned(
+            lambda *operands: tuple(primitive.bind(*operands, spec=spec)), operand_letters, result_letters
+        )
+        batched = jax.custom_batching.custom_vmap(sharded)
+
+        @batched.def_vmap
+        def _(axis_size, mapped, *operands):
+            folded = fold(axis_size, mapped, operands, operand_letters)
+            results = batched(*folded)
+            unfolded = tuple(r.reshape(axis_size, r.shape[0] // max(axis_size, 1), *r.shape[1:]) for r in results)
+            return unfolded, (True,) * len(unfolded)
+
+        return batched
+
+    # One jit around the stack: an eager call on sharded arrays is partitioned too.
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def call(spec, *operands):
+        return stacked(spec)(*operands)
+
+    return call
+
+
+def select(definition: Definition, spec, platform: str, avals) -> tuple[str, Function]:
+    """The first allowed implementation that accepts the call on this platform, with its function."""
+    return dispatch.first_accepting(
+        definition.name,
+        spec.implementation,
+        lambda name: definition.lowerings(spec, name, platform, avals),
+    )
+
+
+def require_possible(definition: Definition, spec, operands: Sequence[jax.Array]) -> None:
+    """Refuse at trace time a call that no platform could serve with the implementations asked for.
+
+    Raises:
+      NotImplementedError: with every reason.
+    """
+    avals = [jax.typeof(x) for x in operands]
+    platforms = {name: "cuda" if name in dispatch.KERNELS else "cpu" for name in spec.implementation}
+    dispatch.first_accepting(
+        definition.name, spec.implementation, lambda name: definition.lowerings(spec, name, platforms[name], avals)
+    )
+
+
+def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.Array]:
+    """Merge a leading mapped axis into the batch axis of every operand.
+
+    Per-head parameters (axis letter "r") keep their single row unless one of them is mapped or already has a row per
+    batch entry; then all get one row per entry of the folded batch, since kernels take them alike.
+    """
+    batch = next(
+        x.shape[1] if m else x.shape[0] for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "b"
+    )
+    rows = [(x.shape[1] if m else x.shape[0], m) for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "r"]
+    per_row = any(m or count > 1 for count, m in rows)
+
+    def one(array, is_mapped, axes):
+        if axes[0] == "r" and not per_row:
+            return array
+        if not is_mapped:
+            array = jnp.broadcast_to(array[None], (axis_size, *array.shape))
+        if axes[0] == "r":
+            array = jnp.broadcast_to(array, (axis_size, batch, *array.shape[2:]))
+        return array.reshape(axis_size * batch, *array.shape[2:])
+
+    return [one(*row) for row in zip(operands, mapped, letters, strict=True)]
+
+
+# Identity on values and, transposed, on cotangents; applied forward to a tangent it refuses in words. Without it jax.jvp
+# of a custom_vjp fails with a message that says nothing about what to do.
+_tangent_guard = Primitive("jax_ssd_reverse_mode_only")
+_tangent_guard.def_abstract_eval(lambda tangent, *, message: tangent)
+
+
+def _refuse_forward_mode(*_, message):
+    raise NotImplementedError(message)
+
+
+_tangent_guard.def_impl(_refuse_forward_mode)
+mlir.register_lowering(_tangent_guard, _refuse_forward_mode)
+ad.deflinear2(_tangent_guard, lambda cotangent, _, *, message: [cotangent])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def reverse_mode_only(x: jax.Array, message: str) -> jax.Array:
+    """x itself; forward-mode differentiation through it raises NotImplementedError(message)."""
+    del message
+    return x
+
+
+@reverse_mode_only.defjvp
+def _(message, primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    return x, _tangent_guard.bind(tangent, message=message)
+
+
+def _batch_guard(arguments, axes, *, message):
+    return _tangent_guard.bind(*arguments, message=message), axes[0]
+
+
+batching.primitive_batchers[_tangent_guard] = _batch_guard

@@ -1,0 +1,133 @@
+"""Checks of what callers pass, from tables: one place that knows how an argument is wrong and how to say so.
+
+Every message names the argument, what was expected, what was received and the cure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_array(name: str, value) -> jax.Array:
+    """The argument as an array, or a TypeError that names it."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return jnp.asarray(value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as cause:
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}; pass a jax or numpy array.") from cause
+
+
+def require_float(op: str, name: str, array: jax.Array) -> None:
+    if array.dtype.name not in FLOATS:
+        raise TypeError(
+            f"{op}: {name}: expected a floating type out of {FLOATS}, got {array.dtype.name}; convert it with .astype."
+        )
+
+
+def require_dtype(op: str, name: str, array: jax.Array, allowed: Sequence[str], why: str) -> None:
+    if array.dtype.name not in allowed:
+        expected = " or ".join(dict.fromkeys(allowed))
+        raise TypeError(
+            f"{op}: {name}: expected {expected} ({why}), got {array.dtype.name}; convert it with .astype('{allowed[0]}')."
+        )
+
+
+def require_shape(
+    op: str, name: str, array: jax.Array, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]
+) -> None:
+    """Shape must be exactly the named sizes: nothing is broadcast silently.
+
+    Args:
+      letters: axis names; the name "..." stands for sizes["..."], a tuple.
+    """
+    expected = expand(letters, sizes)
+    if array.shape != expected:
+        words = f"({', '.join(letters)}) = {expected}"
+        raise ValueError(
+            f"{op}: {name}: expected shape {words}, got {array.shape}; "
+            f"reshape, broadcast or transpose {name} so that its axes are these, in this order."
+        )
+
+
+def expand(letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -> tuple[int, ...]:
+    shape: list[int] = []
+    for letter in letters:
+        size = sizes[letter]
+        shape.extend(size if isinstance(size, tuple) else (size,))
+    return tuple(shape)
+
+
+def require_rank(op: str, name: str, array: jax.Array, least: int, words: str) -> None:
+    if array.ndim < least:
+        raise ValueError(f"{op}: {name}: expected at least {least} axes {words}, got shape {array.shape}; add the missing axes.")
+
+
+def require_divides(op: str, heads: int, groups: int) -> None:
+    if (groups == 0 and heads) or (groups and heads % groups):
+        raise ValueError(
+            f"{op}: B: expected a number of groups that divides the {heads} heads of x, got {groups} groups; each group of B and C "
+            "serves heads / groups neighbouring heads."
+        )
+
+
+def limits(op: str, dt_limit) -> tuple[float, float]:
+    """dt_limit as a checked pair of floats."""
+    try:
+        low, high = (float(bound) for bound in dt_limit)
+    except (TypeError, ValueError) as cause:
+        raise TypeError(
+            f"{op}: dt_limit: expected two numbers (low, high), got {dt_limit!r}; pass for instance (0.0, float('inf'))."
+        ) from cause
+    if not low <= high:  # also refuses NaN
+        raise ValueError(f"{op}: dt_limit: expected low <= high, got ({low}, {high}); swap the bounds.")
+    if math.isinf(low) and low > 0:
+        raise ValueError(f"{op}: dt_limit: expected a finite low or -inf, got ({low}, {high}); lower the first bound.")
+    return low, high
+
+
+def flag(op: str, name: str, value) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{op}: {name}: expected True or False, got {value!r}; it is static, so pass a Python bool.")
+    return bool(value)
+
+
+def chunk(op: str, chunk_size) -> int | None:
+    if chunk_size is None:
+        return None
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
+        raise TypeError(f"{op}: chunk_size: expected an integer or None, got {chunk_size!r}; pass for instance 64.")
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size: expected at least 1 token, got {chunk_size}; pass for instance 64, or None.")
+    return int(chunk_size)
+
+
+_PRECISIONS = {
+    "default": "default",
+    "bfloat16": "default",
+    "fastest": "default",
+    "tensorfloat32": "default",
+    "TF32_TF32_F32": "default",
+    "high": "highest",
+    "bfloat16_3x": "highest",
+    "highest": "highest",
+    "float32": "highest",
+}
+
+
+def precision(op: str, value) -> str:
+    """ "default" or "highest"; None follows jax_default_matmul_precision."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision or "default"
+    word = value.name.lower() if isinstance(value, jax.lax.Precision) else value
+    if word not in _PRECISIONS:
+        raise ValueError(
+            f"{op}: precision: expected one of {tuple(_PRECISIONS)}, a jax.lax.Precision or None, got {value!r}; "
+            "pass 'highest' for full float32 products."
+        )
+    return _PRECISIONS[word]
