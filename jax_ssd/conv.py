@@ -1,0 +1,238 @@
+"""Causal depthwise convolution along the sequence: the short filter in front of the scan, with a window to hand over.
+
+The convolution is written as a sum over its few taps, which XLA fuses into one pass over the tokens; gradients are
+JAX's own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+Activation = Literal["silu"] | None
+
+
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_final_state: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_final_state: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_final_state: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Filters every channel with its own ``width`` taps, looking only backwards.
+
+    ``y[t, c] = activation(bias[c] + sum_k weight[c, k] * x[t - (width - 1) + k, c])``: the last tap multiplies the
+    current token, and tokens before the first are those of ``initial_state``. Sums are formed in float32 (float64 for
+    float64 ``x``) and the result is cast to ``x``'s dtype.
+
+    Args:
+      x: ``[..., seq, channels]``, any float dtype, any number of leading axes, ``seq`` may be 0.
+      weight: ``[channels, width]``, any float dtype.
+      bias: ``[channels]``, any float dtype; None means zero.
+      activation: ``"silu"`` or None for the identity.
+      initial_state: ``[..., width - 1, channels]``, the last ``width - 1`` tokens seen before ``x``, oldest first;
+        None means zeros.
+      segment_ids: ``[..., seq]`` integer labels of packed sequences. The window is emptied between two neighbours with
+        different ids; the first segment of a row starts from ``initial_state``. A negative id marks padding: its output
+        is exactly 0, it never enters a window, takes no gradient, and is no boundary by itself.
+      return_final_state: also return the window after the last token, ``[..., width - 1, channels]`` in
+        ``initial_state``'s dtype (``x``'s if that is None). Passing it as the next call's ``initial_state`` continues
+        the last segment exactly, wherever the sequence was cut.
+
+    Returns:
+      ``y`` with the shape and dtype of ``x``, or ``(y, final_state)``.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or ``activation`` is unknown.
+    """
+    _check(x, weight, bias, activation, x.shape[:-2], initial_state, "initial_state")
+    if segment_ids is not None:
+        _check_segment_ids(segment_ids, x)
+    width = weight.shape[1]
+    state = _empty_window(x, width) if initial_state is None else initial_state
+    if segment_ids is None:
+        tokens = _extend(state, x)
+        y = _activate(_filter(tokens, weight, bias, x.shape[-2]), activation).astype(x.dtype)
+        final_state = tokens[..., x.shape[-2] :, :]
+    else:
+        y, final_state = _packed(x, weight, bias, activation, state, segment_ids)
+    return (y, final_state.astype(state.dtype)) if return_final_state else y
+
+
+def causal_conv1d_step(
+    state: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Filters one token; the body of a ``lax.scan``.
+
+    Equals ``causal_conv1d`` on a sequence of one token.
+
+    Args:
+      state: ``[..., width - 1, channels]``, the tokens before this one, oldest first.
+      x: ``[..., channels]``, the token.
+      weight, bias, activation: as for ``causal_conv1d``.
+
+    Returns:
+      ``(state, y)``: the window with ``x`` as its newest token, in ``state``'s dtype, and the output in ``x``'s shape
+      and dtype.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or ``activation`` is unknown.
+    """
+    _check(x, weight, bias, activation, x.shape[:-1], state, "state")
+    tokens = _extend(state, x[..., None, :])
+    y = _activate(_filter(tokens, weight, bias, 1), activation)
+    return tokens[..., 1:, :].astype(state.dtype), y[..., 0, :].astype(x.dtype)
+
+
+def _empty_window(x: jax.Array, width: int) -> jax.Array:
+    return jnp.zeros((*x.shape[:-2], width - 1, x.shape[-1]), x.dtype)
+
+
+def _extend(state: jax.Array, x: jax.Array) -> jax.Array:
+    """The window followed by the sequence, in a dtype that holds both exactly."""
+    dtype = jnp.promote_types(state.dtype, x.dtype)
+    return jnp.concatenate([state.astype(dtype), x.astype(dtype)], axis=-2)
+
+
+def _filter(
+    tokens: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    seq: int,
+    runs: jax.Array | None = None,
+) -> jax.Array:
+    """Sums the taps over ``tokens [..., width - 1 + seq, channels]``; ``runs`` cuts the window where runs change."""
+    width = weight.shape[1]
+    accumulator = jnp.promote_types(tokens.dtype, jnp.float32)
+    total = None if bias is None else _per_channel(bias, tokens.ndim, accumulator)
+    for tap in range(width):
+        seen = tokens[..., tap : tap + seq, :].astype(accumulator)
+        if runs is not None:
+            same_run = runs[..., tap : tap + seq] == runs[..., width - 1 :]
+            seen = jnp.where(same_run[..., None], seen, jnp.zeros_like(seen))
+        term = seen * _per_channel(weight[:, tap], tokens.ndim, accumulator)
+        total = term if total is None else total + term
+    assert total is not None  # the width is at least 1
+    return total
+
+
+def _packed(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    state: jax.Array,
+    segment_ids: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of a row of packed segments with padding anywhere: padding is moved behind the real tokens."""
+    history = weight.shape[1] - 1
+    real = segment_ids >= 0
+    # Zeroed first, so that neither a NaN in the padding nor its gradient reaches the weights.
+    x = jnp.where(real[..., None], x, jnp.zeros_like(x))
+    order = jnp.argsort(~real, axis=-1, stable=True)
+    tokens = _extend(state, jnp.take_along_axis(x, order[..., None], axis=-2))
+    runs = _runs(jnp.take_along_axis(segment_ids, order, axis=-1))
+    runs = jnp.concatenate([jnp.zeros((*runs.shape[:-1], history), runs.dtype), runs], axis=-1)
+
+    y = _activate(_filter(tokens, weight, bias, x.shape[-2], runs), activation).astype(x.dtype)
+    y = jnp.take_along_axis(y, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    y = jnp.where(real[..., None], y, jnp.zeros_like(y))
+
+    count = jnp.sum(real, axis=-1, keepdims=True, dtype=runs.dtype)
+    newest = count + jnp.arange(history, dtype=runs.dtype).reshape((1,) * (count.ndim - 1) + (history,))
+    window = jnp.take_along_axis(tokens, newest[..., None], axis=-2)
+    window_runs = jnp.take_along_axis(runs, newest, axis=-1)
+    in_last_run = window_runs == window_runs[..., -1:]
+    return y, jnp.where(in_last_run[..., None], window, jnp.zeros_like(window))
+
+
+def _runs(labels: jax.Array) -> jax.Array:
+    """Numbers the runs of equal neighbouring ``labels [..., seq]`` from 0 up; labels that come back are new runs."""
+    changes = labels[..., 1:] != labels[..., :-1]
+    first = jnp.zeros(labels[..., :1].shape, jnp.bool_)
+    return jnp.cumsum(jnp.concatenate([first, changes], axis=-1), axis=-1, dtype=jnp.int32)
+
+
+def _activate(y: jax.Array, activation: Activation) -> jax.Array:
+    return y if activation is None else jax.nn.silu(y)
+
+
+def _per_channel(values: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
+    return values.astype(dtype).reshape((1,) * (ndim - 1) + values.shape)
+
+
+def _check(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    leading: tuple[int, ...],
+    state: jax.Array | None,
+    state_name: str,
+) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation must be None or 'silu', got {activation!r}; apply other functions to the result.")
+    if x.ndim < 1 + (state_name == "initial_state"):
+        raise ValueError(f"x must have a channel axis (and a sequence axis before it), got shape {x.shape}.")
+    channels = x.shape[-1]
+    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
+        raise ValueError(
+            f"weight must have shape (channels, width) = ({channels}, >= 1), got {weight.shape}; "
+            "squeeze the middle axis of a torch Conv1d weight, do not flip its taps."
+        )
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"bias must have shape (channels,) = ({channels},), got {bias.shape}.")
+    if state is not None and state.shape != (*leading, weight.shape[1] - 1, channels):
+        raise ValueError(
+            f"{state_name} must have shape (..., width - 1, channels) = {(*leading, weight.shape[1] - 1, channels)}, "
+            f"got {state.shape}; drop the oldest column of a cache that keeps `width` tokens."
+        )
+    for name, array in (("x", x), ("weight", weight), ("bias", bias), (state_name, state)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must have a floating dtype, got {array.dtype}; cast it first.")
+
+
+def _check_segment_ids(segment_ids: jax.Array, x: jax.Array) -> None:
+    if segment_ids.shape != x.shape[:-1]:
+        raise ValueError(
+            f"segment_ids must have shape (..., seq) = {x.shape[:-1]}, got {segment_ids.shape}; "
+            "broadcast one row of ids over the batch explicitly."
+        )
+    if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
+        raise ValueError(f"segment_ids must have a signed integer dtype, got {segment_ids.dtype}; cast to int32.")

@@ -1,0 +1,186 @@
+"""A small decoder-only language model: embedding, pre-norm residual Mamba-2 blocks, final norm, tied head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ssd.flax.nnx import Initializer, Mamba2, Mamba2Carry
+
+Carry = tuple[Mamba2Carry, ...]
+"""One carry per layer, first layer first."""
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """Sizes and types of a ``LanguageModel``.
+
+    Attributes:
+      vocab_size: number of token ids; 256 for bytes.
+      features: width of the residual stream.
+      layers: number of residual blocks.
+      state_dim, head_dim, expand, num_groups, conv_width, chunk_size, precision, implementation: of every
+        ``jax_ssd.flax.nnx.Mamba2`` layer.
+      dtype: compute dtype of the blocks and the head; the residual stream, norms and logits stay float32.
+      param_dtype: storage dtype of projections, convolutions and the embedding.
+      remat: recompute each block in the backward pass instead of keeping its intermediate values.
+    """
+
+    vocab_size: int = 256
+    features: int = 128
+    layers: int = 4
+    state_dim: int = 64
+    head_dim: int = 32
+    expand: int = 2
+    num_groups: int = 1
+    conv_width: int = 4
+    chunk_size: int | None = None
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    precision: Literal["default", "highest"] | None = None
+    implementation: str | tuple[str, ...] | None = None
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "features", "layers", "state_dim", "head_dim", "expand", "num_groups", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+
+class Block(nnx.Module):
+    """``x + mamba2(rms_norm(x))``; ``x [..., seq, features]`` float32."""
+
+    def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(config.features, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+        self.mixer = Mamba2(
+            config.features,
+            state_dim=config.state_dim,
+            head_dim=config.head_dim,
+            expand=config.expand,
+            num_groups=config.num_groups,
+            conv_width=config.conv_width,
+            chunk_size=config.chunk_size,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            precision=config.precision,
+            out_kernel_init=_residual_init(config.layers),
+            implementation=config.implementation,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, carry: Mamba2Carry | None
+    ) -> tuple[jax.Array, Mamba2Carry]:
+        y, carry = self.mixer(self.norm(x), segment_ids=segment_ids, initial_carry=carry, return_carry=True)
+        return x + y.astype(x.dtype), carry
+
+    def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
+        carry, y = self.mixer.step(carry, self.norm(x))
+        return carry, x + y.astype(x.dtype)
+
+
+class LanguageModel(nnx.Module):
+    """Next-token logits for sequences of token ids.
+
+    Calling it on ``tokens [..., seq]`` (integers) gives ``logits [..., seq, vocab_size]`` in float32; position t sees
+    tokens up to and including t. ``step`` does the same for one token at a time.
+    """
+
+    def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.features,
+            dtype=jnp.float32,
+            param_dtype=config.param_dtype,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.features, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+
+    @overload
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        initial_carry: Carry | None = None,
+        return_carry: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        initial_carry: Carry | None = None,
+        return_carry: Literal[True],
+    ) -> tuple[jax.Array, Carry]: ...
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        initial_carry: Carry | None = None,
+        return_carry: bool = False,
+    ) -> jax.Array | tuple[jax.Array, Carry]:
+        """Logits for a whole sequence; the keywords are those of ``jax_ssd.flax.nnx.Mamba2``."""
+        run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        x = self.embedding(tokens)
+        carries = []
+        for index, block in enumerate(self.blocks):
+            x, carry = run_block(block, x, segment_ids, initial_carry and initial_carry[index])
+            carries.append(carry)
+        logits = self._head(x)
+        return (logits, tuple(carries)) if return_carry else logits
+
+    def step(self, carry: Carry, token: jax.Array) -> tuple[Carry, jax.Array]:
+        """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
+        x = self.embedding(token)
+        carries = []
+        for block, state in zip(self.blocks, carry, strict=True):
+            state, x = block.step(state, x)
+            carries.append(state)
+        return tuple(carries), self._head(x)
+
+    def initialize_carry(self, batch_shape: Sequence[int]) -> Carry:
+        """The carry before the first token of ``batch_shape`` sequences."""
+        return tuple(block.mixer.initialize_carry((*batch_shape, self.config.features)) for block in self.blocks)
+
+    def _head(self, x: jax.Array) -> jax.Array:
+        embedding = self.embedding.embedding[...].astype(self.config.dtype)
+        x = self.norm(x)
+        return jax.lax.dot_general(
+            x,
+            embedding,
+            (((x.ndim - 1,), (1,)), ((), ())),
+            precision=self.config.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def bits_per_token(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Mean cross entropy in bits, a float32 scalar.
+
+    Args:
+      logits: ``[..., seq, vocab_size]``.
+      targets: ``[..., seq]`` integers, the token that each position should have predicted.
+      mask: ``[..., seq]`` bool, positions that count; None counts all. At least one must count.
+    """
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    bits = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0] / jnp.float32(math.log(2))
+    return jnp.mean(bits, where=mask)
+
+
+def _residual_init(layers: int) -> Initializer:
+    """Uniform in +-1/sqrt(fan_in), divided by sqrt(layers) so that the residual sum does not grow with depth."""
+    return nnx.initializers.variance_scaling(1 / (3 * layers), "fan_in", "uniform")

@@ -1,0 +1,85 @@
+"""Training a language model: optimiser, which parameters decay, and one step that runs alone or data-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    raise ImportError("jax_ssd.models needs optax, which is not installed: pip install jax_ssd[models]") from error
+
+from flax import nnx
+
+from jax_ssd.models.language_model import bits_per_token
+
+NO_DECAY = frozenset({"A_log", "dt_bias", "D", "scale", "bias"})
+"""Names of parameters that weight decay would harm: decay rates, step sizes, skips, norms and biases."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("params", "opt_state"), meta_fields=())
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a training step updates: parameters and the optimiser's state, both pytrees of arrays."""
+
+    params: Any
+    opt_state: Any
+
+
+def decay_mask(params: Any) -> Any:
+    """True for the parameters that take weight decay: all but ``A_log``, ``dt_bias``, ``D``, norm scales and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not (NO_DECAY & _names(path)), params)
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    max_norm: float = 1.0,
+) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global gradient norm, with ``decay_mask``."""
+    return optax.chain(
+        optax.clip_by_global_norm(max_norm),
+        optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask),
+    )
+
+
+def make_train_step(
+    graphdef: Any, optimizer: optax.GradientTransformation, *, axis_name: str | None = None
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
+    """One step of next-token training, to be wrapped in jit, pmap or shard_map.
+
+    Args:
+      graphdef: of the model, from ``graphdef, params = nnx.split(model)``.
+      optimizer: e.g. ``adamw(1e-3)``.
+      axis_name: mapped axis over which gradients and loss are averaged (pmap, shard_map); None under jit, also with
+        sharded arrays.
+
+    Returns:
+      ``step(state, tokens [batch, seq + 1]) -> (state, loss)`` with the loss in bits per token before the update.
+    """
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        return bits_per_token(model(tokens[:, :-1]), tokens[:, 1:])
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, tokens)
+        if axis_name is not None:
+            loss, grads = jax.lax.pmean((loss, grads), axis_name)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on promotion, also where the caller forbids it
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
+
+    return step
+
+
+def _names(path: tuple[Any, ...]) -> set[str]:
+    return {str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path}

@@ -1,0 +1,70 @@
+"""Root-mean-square normalisation with a SiLU gate, as it follows the scan."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm_gated(
+    x: jax.Array,
+    z: jax.Array | None,
+    weight: jax.Array | None,
+    *,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+) -> jax.Array:
+    """Normalises groups of neighbouring features by their root mean square and gates them with ``silu(z)``.
+
+    With ``rms(v) = sqrt(mean(v^2) + eps)`` over each group of ``group_size`` features,
+    ``u = x * silu(z); y = u / rms(u) * weight``, or ``y = x / rms(x) * weight * silu(z)`` when ``norm_before_gate``.
+    Inputs are upcast to float32 (float64 stays), the result is cast to ``x``'s dtype.
+
+    Args:
+      x: ``[..., features]``, any float dtype.
+      z: the gate before its SiLU, in ``x``'s shape; None leaves the gate out.
+      weight: ``[features]``, any float dtype; None means ones.
+      eps: added to the mean square.
+      group_size: features normalised together, a divisor of ``features``; None means all of them. Mamba-2 uses
+        ``features / groups``.
+      norm_before_gate: gate the normalised values rather than normalise the gated ones.
+
+    Returns:
+      ``[..., features]`` in ``x``'s dtype.
+
+    Raises:
+      ValueError: a shape does not fit, or ``group_size`` does not divide the features.
+    """
+    _check(x, z, weight, group_size)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    value = x.astype(dtype)
+    gate = None if z is None else jax.nn.silu(z.astype(dtype))
+    if gate is not None and not norm_before_gate:
+        value = value * gate
+    value = _normalise(value, x.shape[-1] if group_size is None else group_size, eps)
+    if weight is not None:
+        value = value * weight.astype(dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
+    if gate is not None and norm_before_gate:
+        value = value * gate
+    return value.astype(x.dtype)
+
+
+def _normalise(value: jax.Array, group_size: int, eps: float) -> jax.Array:
+    groups = value.reshape((*value.shape[:-1], value.shape[-1] // group_size, group_size))
+    mean_square = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
+    return (groups * lax.rsqrt(mean_square + jnp.asarray(eps, value.dtype))).reshape(value.shape)
+
+
+def _check(x: jax.Array, z: jax.Array | None, weight: jax.Array | None, group_size: int | None) -> None:
+    if x.ndim < 1 or x.shape[-1] == 0:
+        raise ValueError(f"x must have shape (..., features) with at least one feature, got {x.shape}.")
+    if z is not None and z.shape != x.shape:
+        raise ValueError(f"z must have x's shape {x.shape}, got {z.shape}; merge heads and head_dim in both or neither.")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape (features,) = {x.shape[-1:]}, got {weight.shape}.")
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(
+            f"group_size must divide the {x.shape[-1]} features of x, got {group_size}; Mamba-2 uses features / groups."
+        )
