@@ -1,0 +1,126 @@
+"""The forward scan: walks chunks with the state in registers and emits y."""
+import cuda.tile as ct
+
+from .decay import INF, LOG2E, param_row, run_numbers
+from .precision import dot
+from .segments import (advance, advance_exactly, advance_in_runs, chunks_of, is_finite, last_of, load_chunk,
+                       load_chunk_transposed, load_scalars, run_before, start_state)
+
+Const = ct.Constant
+NAN = float("nan")
+
+
+def silu(z):
+    """z * sigmoid(z), float32."""
+    return z / (1.0 + ct.exp2(z * -LOG2E))
+
+
+def pair_weights(cb, step, decay, kept):
+    """[Q, Q]: cb * exp2(decay_i - decay_j) * step_j for kept pairs, else 0.
+
+    Selecting last also drops what a masked pair's exponent, which may be hugely positive, or its NaN would give.
+    """
+    return ct.where(kept, cb * ct.exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
+
+
+@ct.kernel(occupancy=2)
+def forward(x, B, C, step, decay, D, z, runs, initial, ends, totals, y, final, Q: Const[int], P: Const[int],
+            N: Const[int], HEADS: Const[int], HEADS_PER_GROUP: Const[int], BLOCKS: Const[int], CHUNKS: Const[int],
+            SEGMENTS: Const[int], CHUNKS_PER_SEGMENT: Const[int], SEQ: Const[int], SHARED_PARAMS: Const[bool],
+            HAS_D: Const[bool], HAS_Z: Const[bool], HAS_RUNS: Const[bool], HAS_INITIAL: Const[bool],
+            HAS_FINAL: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+    """One program per (row, segment, head, head_dim block), neighbours share B and C.
+
+    x, z, y [batch, seq, heads, head_dim]; B, C [batch, seq, groups, state]; step, decay [batch, heads, padded seq];
+    D [rows, heads, head_dim]; runs [batch, seq]; initial, final [batch, heads, head_dim, state]; ends, totals from
+    `segment_state`.
+
+    The first walk multiplies what must not enter by zero, which is fast and exact for finite numbers. A NaN or infinity
+    in x, B, dt or a state is still there in the last state; then, and only then, a second walk does it again exactly: a
+    NaN shows at its own token and after, within its run, and nowhere else.
+    """
+    pid = ct.bid(0)
+    block = pid % BLOCKS
+    head = pid // BLOCKS % HEADS
+    segment = pid // (BLOCKS * HEADS) % SEGMENTS
+    row = pid // (BLOCKS * HEADS * SEGMENTS)
+    group = head // HEADS_PER_GROUP
+    first = segment * CHUNKS_PER_SEGMENT
+    count = chunks_of(segment, CHUNKS_PER_SEGMENT, CHUNKS)
+    token = ct.arange(Q, dtype=ct.int32)
+    causal = token[:, None] >= token[None, :]
+    if HAS_D:
+        skip = ct.load(D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P),
+                       padding_mode=ct.PaddingMode.ZERO).reshape((1, P))
+    if HAS_RUNS:
+        before = run_before(runs, row, first, Q)
+    state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
+    for i in range(count):
+        chunk = first + i
+        ctile = load_chunk(C, row, chunk, group, 0, Q, N, LATENCY)
+        bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
+        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
+        steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        last = last_of(decays, Q)
+        cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES)
+        carried = dot(ctile, state.astype(C.dtype), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
+        if HAS_RUNS:
+            number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
+            carried = carried * ct.where(number == before, ct.exp2(decays), 0.0)[:, None]
+            weights = pair_weights(cb, steps, decays, causal & (number[:, None] == number[None, :]))
+        else:
+            carried = carried * ct.exp2(decays)[:, None]
+            weights = pair_weights(cb, steps, decays, causal)
+        out = dot(weights.astype(x.dtype), xt, carried, PASSES)
+        if HAS_D:
+            out = out + skip * xt.astype(ct.float32)
+        if HAS_Z:
+            out = out * silu(load_chunk(z, row, chunk, head, block, Q, P, LATENCY).astype(ct.float32))
+        if HAS_RUNS:
+            out = ct.where(real[:, None], out, 0.0)
+        ct.store(y, index=(row, chunk, head, block), tile=out.astype(y.dtype).reshape((1, Q, 1, P)))
+        if HAS_RUNS:
+            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES)
+            before = end
+        else:
+            state = advance(state, bt, xt, steps, decays, last, PASSES)
+    if not is_finite(state):
+        state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
+        if HAS_RUNS:
+            before = run_before(runs, row, first, Q)
+        for i in range(count):
+            chunk = first + i
+            ctile = load_chunk(C, row, chunk, group, 0, Q, N, 1)
+            bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, 1)
+            xt = load_chunk(x, row, chunk, head, block, Q, P, 1)
+            steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+            last = last_of(decays, Q)
+            # x enters the product without its NaNs; the weights of such a token carry them, to kept pairs alone.
+            xf = xt.astype(ct.float32)
+            good = ct.abs(xf) < INF
+            taint = ct.where(ct.min(ct.where(good, 1, 0), axis=1) > 0, steps, NAN)
+            clean = ct.where(good, xf, 0.0).astype(x.dtype)
+            cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES)
+            carried = dot(ctile, state.astype(C.dtype), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
+            carried = carried * ct.exp2(decays)[:, None]
+            kept = causal
+            if HAS_RUNS:
+                number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
+                carried = ct.where((number == before)[:, None], carried, 0.0)
+                kept = causal & (number[:, None] == number[None, :]) & real[None, :]
+            out = dot(pair_weights(cb, taint, decays, kept).astype(x.dtype), clean, carried, PASSES)
+            if HAS_D:
+                out = out + skip * xf
+            if HAS_Z:
+                out = out * silu(load_chunk(z, row, chunk, head, block, Q, P, 1).astype(ct.float32))
+            if HAS_RUNS:
+                out = ct.where(real[:, None], out, 0.0)
+            ct.store(y, index=(row, chunk, head, block), tile=out.astype(y.dtype).reshape((1, Q, 1, P)))
+            if HAS_RUNS:
+                state = advance_exactly(state, bt, xt, steps, decays, last, number, real, end, before, PASSES)
+                before = end
+            else:
+                state = advance(state, bt, xt, steps, decays, last, PASSES)
+    if HAS_FINAL:
+        if segment == SEGMENTS - 1:
+            ct.store(final, index=(row, head, 0, block), tile=state.reshape((1, 1, N, P)), order=(0, 1, 3, 2))

@@ -1,0 +1,29 @@
+"""Matrix products in the precision that was asked for: the one place where it is decided.
+
+PASSES = 0: operands go to the tensor cores as they are (16-bit inputs), float32 accumulation.
+PASSES = 1: float32 operands rounded to TF32, relative error about 2**-11 per operand.
+PASSES = 3: float32 operands split in two TF32 parts, high @ high + high @ low + low @ high; what is dropped is 2**-22.
+"""
+import cuda.tile as ct
+
+
+def dot(a, b, acc, PASSES):
+    """acc + a @ b: a [m, k], b [k, n], acc [m, n] float32."""
+    if PASSES == 0:
+        acc = ct.mma(a, b, acc)
+    elif PASSES == 1:
+        acc = ct.mma(a.astype(ct.tfloat32), b.astype(ct.tfloat32), acc)
+    else:
+        a_high, a_low = split(a)
+        b_high, b_low = split(b)
+        acc = ct.mma(a_low, b_high, acc)  # the small parts first: they are added to a smaller sum
+        acc = ct.mma(a_high, b_low, acc)
+        acc = ct.mma(a_high, b_high, acc)
+    return acc
+
+
+def split(a):
+    """A float32 tile as the sum of two TF32 tiles."""
+    high = a.astype(ct.tfloat32)
+    low = (a - high.astype(ct.float32)).astype(ct.tfloat32)
+    return high, low

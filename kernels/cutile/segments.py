@@ -1,0 +1,148 @@
+"""Sequences cut into segments, so that one long row fills the GPU: states across chunks and across segments.
+
+A segment's end state from a zero start, and its total log2 decay, suffice to start every later segment:
+state(s + 1) = exp2(total(s)) * state(s) + end(s). Inside kernels a state is [state, head_dim], the transpose of the
+public one: it is the layout in which B^T X accumulates it and C reads it.
+"""
+import cuda.tile as ct
+
+from .decay import INF, ZERO, run_numbers
+from .precision import dot
+
+Const = ct.Constant
+
+
+def load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY):
+    """A chunk of [batch, seq, heads or groups, width] as [Q, WIDTH]; zero past the end."""
+    return ct.load(array, index=(row, chunk, head, block), shape=(1, Q, 1, WIDTH), padding_mode=ZERO,
+                   latency=LATENCY).reshape((Q, WIDTH))
+
+
+def load_chunk_transposed(array, row, chunk, head, block, Q, WIDTH, LATENCY):
+    """The same as [WIDTH, Q]."""
+    return ct.load(array, index=(row, block, head, chunk), shape=(1, WIDTH, 1, Q), order=(0, 3, 2, 1),
+                   padding_mode=ZERO, latency=LATENCY).reshape((WIDTH, Q))
+
+
+def load_scalars(array, row, head, chunk, Q):
+    """A chunk of step or decay [batch, heads, padded seq]: [Q]."""
+    return ct.load(array, index=(row, head, chunk), shape=(1, 1, Q)).reshape((Q,))
+
+
+def last_of(decay, Q):
+    """The running decay at the chunk's end: [1]."""
+    return ct.extract(decay, index=(Q - 1,), shape=(1,))
+
+
+def run_before(runs, row, chunk, Q):
+    """The run in which the token before a chunk lies, [1]; run 0 at the start of the row."""
+    position = max(chunk * Q - 1, 0)
+    run = ct.load(runs, index=(row, position), shape=(1, 1)).reshape((1,))
+    return ct.where(chunk > 0, ct.where(run < 0, -1 - run, run), 0)
+
+
+def chunks_of(segment, CHUNKS_PER_SEGMENT, CHUNKS):
+    """How many chunks a segment has: the last one may be short."""
+    return min(CHUNKS_PER_SEGMENT, CHUNKS - segment * CHUNKS_PER_SEGMENT)
+
+
+def is_finite(state):
+    """Whether a tile holds neither infinities nor NaN: a 0-d boolean."""
+    return ct.max(ct.where(ct.abs(state) < INF, 0, 1)) == 0
+
+
+def advance(state, b, x, step, decay, last, PASSES):
+    """The state [N, P] after a chunk: b [N, Q], x [Q, P], step, decay [Q], last [1]."""
+    # x rather than b is scaled: it is the smaller tile.
+    scaled = (x.astype(ct.float32) * (step * ct.exp2(last - decay))[:, None]).astype(x.dtype)
+    return dot(b, scaled, ct.exp2(last) * state, PASSES)
+
+
+def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES):
+    """The same in packed sequences: only the tokens of the last run enter, and the old state if it is of that run.
+
+    What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_exactly`.
+    """
+    into = ct.where(number == end, step * ct.exp2(last - decay), 0.0)
+    scaled = (x.astype(ct.float32) * into[:, None]).astype(x.dtype)
+    return dot(b, scaled, ct.where(end == before, ct.exp2(last), 0.0) * state, PASSES)
+
+
+def advance_exactly(state, b, x, step, decay, last, number, real, end, before, PASSES):
+    """The same with selections in place of products by zero: no NaN passes from a run, or from padding, to another."""
+    enters = (number == end) & real
+    into = step * ct.exp2(last - decay)
+    scaled = ct.where(enters[:, None], x.astype(ct.float32) * into[:, None], 0.0).astype(x.dtype)
+    old = ct.where((end == before)[:, None], ct.exp2(last) * state, 0.0)
+    return dot(ct.where(enters[None, :], b, 0.0).astype(x.dtype), scaled, old, PASSES)
+
+
+def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS):
+    """The state [N, P] in which a segment starts: initial [b, h, p, n], ends [b, h, s, n, p], totals [b, h, s]."""
+    if HAS_INITIAL:
+        state = ct.load(initial, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
+                        padding_mode=ZERO).reshape((N, P))
+    else:
+        state = ct.full((N, P), 0.0, dtype=ct.float32)
+    for s in range(segment):
+        total = ct.load(totals, index=(row, head, s), shape=(1, 1, 1)).reshape((1, 1))
+        end = ct.load(ends, index=(row, head, s, 0, block), shape=(1, 1, 1, N, P), padding_mode=ZERO).reshape((N, P))
+        state = ct.exp2(total) * state
+        if HAS_RUNS:
+            state = ct.where(total == -INF, 0.0, state)  # a run starts inside: whatever came before it is gone
+        state = state + end
+    return state
+
+
+@ct.kernel
+def segment_state(x, B, step, decay, runs, ends, totals, Q: Const[int], P: Const[int], N: Const[int],
+                  HEADS: Const[int], HEADS_PER_GROUP: Const[int], BLOCKS: Const[int], CHUNKS: Const[int],
+                  CHUNKS_PER_SEGMENT: Const[int], SEQ: Const[int], HAS_RUNS: Const[bool], PASSES: Const[int],
+                  LATENCY: Const[int]):
+    """Each segment's end state from a zero start, and its total log2 decay: -inf if a run starts inside.
+
+    ends [batch, heads, segments - 1, state, head_dim], totals [batch, heads, segments - 1], float32: the last segment's
+    is never needed. One program per (row, segment, head, head_dim block), neighbours share B.
+    """
+    pid = ct.bid(0)
+    block = pid % BLOCKS
+    head = pid // BLOCKS % HEADS
+    segment = pid // (BLOCKS * HEADS) % ends.shape[2]
+    row = pid // (BLOCKS * HEADS) // ends.shape[2]
+    group = head // HEADS_PER_GROUP
+    first = segment * CHUNKS_PER_SEGMENT
+    state = ct.full((N, P), 0.0, dtype=ct.float32)
+    total = ct.full((1,), 0.0, dtype=ct.float32)
+    if HAS_RUNS:
+        entered = run_before(runs, row, first, Q)
+        before = entered
+    for i in range(CHUNKS_PER_SEGMENT):
+        chunk = first + i
+        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
+        bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
+        steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        last = last_of(decays, Q)
+        total = total + last
+        if HAS_RUNS:
+            number, _, end = run_numbers(runs, row, chunk, Q, SEQ)
+            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES)
+            before = end
+        else:
+            state = advance(state, bt, xt, steps, decays, last, PASSES)
+    if HAS_RUNS:
+        total = ct.where(before == entered, total, -INF)
+        if not is_finite(state):
+            state = ct.full((N, P), 0.0, dtype=ct.float32)
+            before = entered
+            for i in range(CHUNKS_PER_SEGMENT):
+                chunk = first + i
+                xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
+                bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
+                steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+                number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
+                state = advance_exactly(state, bt, xt, steps, decays, last_of(decays, Q), number, real, end, before,
+                                        PASSES)
+                before = end
+    ct.store(ends, index=(row, head, segment, 0, block), tile=state.reshape((1, 1, 1, N, P)))
+    if block == 0:
+        ct.store(totals, index=(row, head, segment), tile=total.reshape((1, 1, 1)))
