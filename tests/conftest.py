@@ -8,9 +8,9 @@ from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import hypothesis  # noqa: E402  (JAX reads XLA_FLAGS when it is first used)
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import pytest
 
 # Set to 1 where a GPU must be there (the GPU test machine): then tests/gpu fails instead of being skipped.
 GPU_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_GPU", "") == "1"

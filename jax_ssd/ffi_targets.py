@@ -1,0 +1,54 @@
+"""Registers the C++ handlers with JAX: once in a process, when the first program that launches kernels is lowered."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+
+LAUNCH = "jax_ssd.launch"
+
+_lock = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Make the FFI targets known to JAX's CUDA platform; later calls do nothing.
+
+    Without a GPU the registration waits inside JAX, so that lowering for CUDA works on any machine. The trait that lets
+    XLA capture the handler into command buffers is part of the handler itself: XLA refuses every program of a process
+    in which one target was registered with two different traits.
+
+    Raises:
+      NotImplementedError: the extension `jax_ssd._ffi` is missing, as in a source checkout that was never built.
+    """
+    global _registered
+    with _lock:
+        if _registered:
+            return
+        ffi = _extension()
+        # The state's type first: its id is part of what the target is registered with.
+        for name, capsules in ffi.types().items():
+            jax.ffi.register_ffi_type(name, capsules, platform="CUDA")
+        for name, stages in ffi.registrations().items():
+            jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)
+        _registered = True
+
+
+def missing() -> str | None:
+    """Why kernels cannot be launched from this installation, or None if they can (a GPU aside)."""
+    try:
+        _extension()
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _extension():
+    try:
+        from jax_ssd import _ffi
+    except ImportError as error:
+        raise NotImplementedError(
+            f"the extension jax_ssd._ffi cannot be imported ({error}); `pip install -e .` builds it"
+        ) from error
+    return _ffi
