@@ -13,6 +13,7 @@ are numpy arrays. It is stricter than a GPU where that finds mistakes:
 Blocks run in a shuffled order given a seed. What it does not check: that loop-carried variables keep their type, and
 that constants are constant. Compiling does.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -66,8 +67,15 @@ float64 = DType("float64", np.dtype(np.float64), "float", 64)
 tfloat32 = DType("tfloat32", np.dtype(np.float32), "restricted", 32)  # held as float32 rounded to 10 fraction bits
 DTYPES = (bool_, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float16, bfloat16, float32, float64)
 BY_NUMPY = {d.numpy: d for d in DTYPES}
-MMA_ACCUMULATORS = {float16: (float16, float32), bfloat16: (float32,), float32: (float32,), tfloat32: (float32,),
-                    float64: (float64,), int8: (int32,), uint8: (int32,)}
+MMA_ACCUMULATORS = {
+    float16: (float16, float32),
+    bfloat16: (float32,),
+    float32: (float32,),
+    tfloat32: (float32,),
+    float64: (float64,),
+    int8: (int32,),
+    uint8: (int32,),
+}
 
 
 def promote(a: DType, b: DType) -> DType:
@@ -248,16 +256,41 @@ def divide(a: Any, b: Any) -> Tile:
 
 
 def _operators() -> None:
-    tables = ((arithmetic, {"add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide,
-                            "mod": np.mod, "pow": np.power}),
-              (bitwise, {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-                         "lshift": np.left_shift, "rshift": np.right_shift}))
+    tables = (
+        (
+            arithmetic,
+            {
+                "add": np.add,
+                "sub": np.subtract,
+                "mul": np.multiply,
+                "floordiv": np.floor_divide,
+                "mod": np.mod,
+                "pow": np.power,
+            },
+        ),
+        (
+            bitwise,
+            {
+                "and": np.bitwise_and,
+                "or": np.bitwise_or,
+                "xor": np.bitwise_xor,
+                "lshift": np.left_shift,
+                "rshift": np.right_shift,
+            },
+        ),
+    )
     for apply, table in tables:
         for name, function in table.items():
             setattr(Tile, f"__{name}__", lambda a, b, f=function, g=apply: g(f, a, b))
             setattr(Tile, f"__r{name}__", lambda a, b, f=function, g=apply: g(f, b, a))
-    for name, function in {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-                           "eq": np.equal, "ne": np.not_equal}.items():
+    for name, function in {
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    }.items():
         setattr(Tile, f"__{name}__", lambda a, b, f=function: comparison(f, a, b))
 
 
@@ -272,7 +305,7 @@ class Memory:
     """One buffer: its elements, and who wrote each."""
 
     name: str
-    data: np.ndarray   # flat
+    data: np.ndarray  # flat
     owner: np.ndarray  # flat int64
     writable: bool
 
@@ -296,7 +329,7 @@ class Array:
     def __init__(self, memory: Memory, shape: Sequence[int], strides: Sequence[int] | None = None, offset: int = 0):
         self.memory, self.shape = memory, tuple(int(n) for n in shape)
         if strides is None:
-            strides = [math.prod(self.shape[i + 1:]) for i in range(len(self.shape))]
+            strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         self.strides, self.ndim = tuple(int(s) for s in strides), len(self.shape)
         last = offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         if offset < 0 or (math.prod(self.shape) and last >= memory.data.size):
@@ -336,8 +369,13 @@ class PaddingMode(Enum):
     NEG_INF = 5
 
 
-PADDING = {PaddingMode.ZERO: 0, PaddingMode.NEG_ZERO: -0.0, PaddingMode.NAN: math.nan, PaddingMode.POS_INF: math.inf,
-           PaddingMode.NEG_INF: -math.inf}
+PADDING = {
+    PaddingMode.ZERO: 0,
+    PaddingMode.NEG_ZERO: -0.0,
+    PaddingMode.NAN: math.nan,
+    PaddingMode.POS_INF: math.inf,
+    PaddingMode.NEG_INF: -math.inf,
+}
 
 
 def window(array: Array, index: Any, shape: tuple[int, ...], limits: tuple[int, ...]) -> tuple[list[slice], bool]:
@@ -356,8 +394,19 @@ def window(array: Array, index: Any, shape: tuple[int, ...], limits: tuple[int, 
     return [slice(min(a, limit), max(a, b)) for a, b, limit in zip(starts, stops, limits, strict=True)], whole
 
 
-def load(array: Array, /, index: Any, shape: Any, *, order: Any = "C", padding_mode: Any = PaddingMode.UNDETERMINED,
-         check_bounds: bool = True, latency: Any = None, allow_tma: Any = None, **_: Any) -> Tile:
+def load(
+    array: Array,
+    /,
+    index: Any,
+    shape: Any,
+    *,
+    order: Any = "C",
+    padding_mode: Any = PaddingMode.UNDETERMINED,
+    check_bounds: bool = True,
+    latency: Any = None,
+    allow_tma: Any = None,
+    **_: Any,
+) -> Tile:
     check_latency(latency)
     shape = check_shape(shape)
     values, owner = array.permuted(order)
@@ -380,8 +429,18 @@ def as_stored(array: Array, tile: Any) -> Tile:
     return tile.astype(array.dtype)
 
 
-def store(array: Array, /, index: Any, tile: Any, *, order: Any = "C", check_bounds: bool = True, latency: Any = None,
-          allow_tma: Any = None, **_: Any) -> None:
+def store(
+    array: Array,
+    /,
+    index: Any,
+    tile: Any,
+    *,
+    order: Any = "C",
+    check_bounds: bool = True,
+    latency: Any = None,
+    allow_tma: Any = None,
+    **_: Any,
+) -> None:
     check_latency(latency)
     tile = as_stored(array, tile)
     values, owner = array.permuted(order)
@@ -414,8 +473,16 @@ def element_indices(array: Array, indices: Any, mask: Any, check_bounds: bool) -
     return [np.where(inside, a, 0) for a in arrays], inside
 
 
-def gather(array: Array, indices: Any, /, *, mask: Any = None, padding_value: Any = 0, check_bounds: bool = True,
-           latency: Any = None) -> Tile:
+def gather(
+    array: Array,
+    indices: Any,
+    /,
+    *,
+    mask: Any = None,
+    padding_value: Any = 0,
+    check_bounds: bool = True,
+    latency: Any = None,
+) -> Tile:
     where_, inside = element_indices(array, indices, mask, check_bounds)
     array.check_read(array.owner[tuple(where_)][inside])
     padding = padding_value.data if isinstance(padding_value, Tile) else padding_value
@@ -423,8 +490,9 @@ def gather(array: Array, indices: Any, /, *, mask: Any = None, padding_value: An
     return Tile(values, array.dtype)
 
 
-def scatter(array: Array, indices: Any, value: Any, /, *, mask: Any = None, check_bounds: bool = True,
-            latency: Any = None) -> None:
+def scatter(
+    array: Array, indices: Any, value: Any, /, *, mask: Any = None, check_bounds: bool = True, latency: Any = None
+) -> None:
     where_, inside = element_indices(array, indices, mask, check_bounds)
     chosen = tuple(a[inside] for a in where_)
     array.check_write(array.owner[chosen])
@@ -541,6 +609,7 @@ def float_function(function: Any) -> Any:
         if x.dtype.kind != "float":
             raise TileError(f"{function.__name__} of {x.dtype}")
         return Tile(function(x.data).astype(x.dtype.numpy), x.dtype)
+
     return apply
 
 
@@ -550,6 +619,7 @@ def reduction(function: Any, nan_function: Any = None) -> Any:
             x = x.astype(int32)
         used = nan_function if nan_function is not None and not propagate_nan else function
         return Tile(np.asarray(used.reduce(x.data, axis=axis, keepdims=keepdims)).astype(x.dtype.numpy), x.dtype)
+
     return apply
 
 
@@ -558,6 +628,7 @@ def cumulation(function: Any) -> Any:
         data = np.flip(x.data, axis) if reverse else x.data
         out = function.accumulate(data, axis=axis)
         return Tile((np.flip(out, axis) if reverse else out).astype(x.dtype.numpy), x.dtype)
+
     return apply
 
 
@@ -567,6 +638,7 @@ def extremum(function: Any, nan_function: Any) -> Any:
         if is_scalar(x) and is_scalar(y):
             return used(x, y).item()
         return arithmetic(used, x, y)
+
     return apply
 
 
@@ -619,12 +691,14 @@ class Kernel:
     def is_constant(self, name: str) -> bool:
         annotation = self.parameters[name].annotation
         return get_origin(annotation) is Annotated and any(
-            isinstance(m, ConstantAnnotation) for m in annotation.__metadata__)
+            isinstance(m, ConstantAnnotation) for m in annotation.__metadata__
+        )
 
 
 def decorator(make: Any) -> Any:
     def decorate(function: Any = None, /, **hints: Any) -> Any:
         return make(function, **hints) if function is not None else lambda f: make(f, **hints)
+
     return decorate
 
 
@@ -636,10 +710,39 @@ ScalarInt64 = Annotated[T, "int64"]
 
 def stand_in() -> types.ModuleType:
     """The module that the kernels import as cuda.tile."""
-    names = ("load", "store", "gather", "scatter", "num_tiles", "full", "zeros", "ones", "arange", "mma", "matmul",
-             "expand_dims", "cat", "broadcast_to", "where", "extract", "insert", "bitcast", "cdiv", "bid",
-             "num_blocks", "static_assert", "Tile", "Array", "DType", "PaddingMode", "ArrayAnnotation", "Constant",
-             "IndexedWithInt64", "ScalarInt64", *(dtype.name for dtype in (*DTYPES, tfloat32)))
+    names = (
+        "load",
+        "store",
+        "gather",
+        "scatter",
+        "num_tiles",
+        "full",
+        "zeros",
+        "ones",
+        "arange",
+        "mma",
+        "matmul",
+        "expand_dims",
+        "cat",
+        "broadcast_to",
+        "where",
+        "extract",
+        "insert",
+        "bitcast",
+        "cdiv",
+        "bid",
+        "num_blocks",
+        "static_assert",
+        "Tile",
+        "Array",
+        "DType",
+        "PaddingMode",
+        "ArrayAnnotation",
+        "Constant",
+        "IndexedWithInt64",
+        "ScalarInt64",
+        *(dtype.name for dtype in (*DTYPES, tfloat32)),
+    )
     table: dict[str, Any] = {name: globals()[name] for name in names}
     for name in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "tan", "tanh", "floor", "ceil"):
         table[name] = float_function(getattr(np, name))
@@ -650,13 +753,20 @@ def stand_in() -> types.ModuleType:
     for name in ("grid_dependency_control_wait", "grid_dependency_control_launch_dependents"):
         table[name] = nothing
     table |= {
-        "rsqrt": float_function(lambda x: 1 / np.sqrt(x)), "abs": lambda x: Tile(np.abs(x.data), x.dtype),
-        "negative": lambda x: -x, "isnan": lambda x: Tile(np.isnan(x.data), bool_),
-        "sum": reduction(np.add), "prod": reduction(np.multiply),
-        "max": reduction(np.maximum, np.fmax), "min": reduction(np.minimum, np.fmin),
-        "maximum": extremum(np.maximum, np.fmax), "minimum": extremum(np.minimum, np.fmin),
-        "cumsum": cumulation(np.add), "cumprod": cumulation(np.multiply),
-        "kernel": decorator(Kernel), "function": decorator(lambda f, **_: f),
+        "rsqrt": float_function(lambda x: 1 / np.sqrt(x)),
+        "abs": lambda x: Tile(np.abs(x.data), x.dtype),
+        "negative": lambda x: -x,
+        "isnan": lambda x: Tile(np.isnan(x.data), bool_),
+        "sum": reduction(np.add),
+        "prod": reduction(np.multiply),
+        "max": reduction(np.maximum, np.fmax),
+        "min": reduction(np.minimum, np.fmin),
+        "maximum": extremum(np.maximum, np.fmax),
+        "minimum": extremum(np.minimum, np.fmin),
+        "cumsum": cumulation(np.add),
+        "cumprod": cumulation(np.multiply),
+        "kernel": decorator(Kernel),
+        "function": decorator(lambda f, **_: f),
     }
     ct = types.ModuleType("cuda.tile")
     ct.__dict__.update(table)
@@ -705,8 +815,8 @@ def _cuda_tile_is(ct: types.ModuleType) -> Any:
 
 
 def load_module(name: str) -> types.ModuleType:
-    """A kernel module by its installed name (jax_ssd.kernels.cutile.forward), loaded over the stand-in."""
-    tail = name.split("kernels.")[-1]
+    """A kernel module by name (forward, or jax_ssd.kernels.cutile.forward), loaded over the stand-in."""
+    tail = name.split("kernels.")[-1] if "." in name else f"cutile.{name}"
     if tail not in _PACKAGE.modules:
         if _PACKAGE.name not in sys.modules:
             root = types.ModuleType(_PACKAGE.name)
@@ -750,8 +860,9 @@ def _memories(plan: Any, operands: Mapping[str, np.ndarray]) -> dict[str, Memory
     for buffer in plan.operands:
         value = np.asarray(operands[buffer.name])
         if value.shape != tuple(buffer.shape) or value.dtype != numpy_dtype(buffer.dtype):
-            raise TileError(f"{plan.name}: {buffer.name} is {buffer.dtype}{tuple(buffer.shape)}, "
-                            f"given {value.dtype}{value.shape}")
+            raise TileError(
+                f"{plan.name}: {buffer.name} is {buffer.dtype}{tuple(buffer.shape)}, given {value.dtype}{value.shape}"
+            )
         memories[buffer.name] = Memory.operand(buffer.name, value)
     for operand, result in plan.aliases.items():
         shared = Memory.operand(result, operands[operand], writable=True)
@@ -776,8 +887,9 @@ def _argument(kernel: Kernel, parameter: str, argument: Any, plan: Any, memories
     return argument.value
 
 
-def run(plan: Any, operands: Mapping[str, np.ndarray] | Sequence[np.ndarray],
-        seed: int | None = 0) -> dict[str, np.ndarray]:
+def run(
+    plan: Any, operands: Mapping[str, np.ndarray] | Sequence[np.ndarray], seed: int | None = 0
+) -> dict[str, np.ndarray]:
     """Executes a plan on numpy operands; the results by name."""
     if not isinstance(operands, Mapping):
         operands = {b.name: v for b, v in zip(plan.operands, operands, strict=True)}
@@ -785,10 +897,10 @@ def run(plan: Any, operands: Mapping[str, np.ndarray] | Sequence[np.ndarray],
     for step in plan.launches:
         kernel = getattr(load_module(step.kernel.module), step.kernel.function)
         if len(step.arguments) != len(kernel.parameters):
-            raise TileError(f"{kernel.__name__}: parameters {list(kernel.parameters)}, "
-                            f"{len(step.arguments)} arguments")
-        arguments = [_argument(kernel, p, a, plan, memories)
-                     for p, a in zip(kernel.parameters, step.arguments, strict=True)]
+            raise TileError(f"{kernel.__name__}: parameters {list(kernel.parameters)}, {len(step.arguments)} arguments")
+        arguments = [
+            _argument(kernel, p, a, plan, memories) for p, a in zip(kernel.parameters, step.arguments, strict=True)
+        ]
         launch(kernel, step.grid, arguments, seed)
     for buffer in plan.results:
         missing = int((memories[buffer.name].owner == NEVER).sum())

@@ -1,8 +1,9 @@
 """Step sizes and running decays: everything that is computed from dt, A and dt_bias, once for all kernels.
 
-A token's step is clamp(softplus?(dt + dt_bias)), its log2 decay is step * A * log2(e). Decays are kept in log2 units, so
+A token's step is clamp(softplus?(dt + dt_bias)), its log2 decay is step * A * log2(e). Decays are in log2 units, so
 that every exponential is an exp2, and their running sum restarts in every chunk (and in every run of packed sequences).
 """
+
 import cuda.tile as ct
 
 Const = ct.Constant
@@ -11,7 +12,7 @@ LOG2E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.42860682030941723212e-6  # ln 2 = high + low; n * high is exact for small n
 # A decay of 2**-160 is zero in float32. Cutting each step there changes no result and keeps the running sums small, so
 # that small decays after a huge one are still exact as differences of sums.
-STEEPEST = -160.0
+FLOOR = -160.0
 INF = float("inf")
 
 
@@ -24,7 +25,10 @@ def exp_of_negative(v):
 
 
 def softplus(v):
-    """log(1 + exp(v)), relatively exact in both tails: max(v, 0) + log1p(exp(-|v|)), log1p(u) = 2 atanh(u / (2 + u))."""
+    """log(1 + exp(v)), relatively exact in both tails: max(v, 0) + log1p(exp(-|v|)).
+
+    log1p(u) is taken as 2 atanh(u / (2 + u)).
+    """
     size = ct.where(v < 0.0, v, -v)
     u = exp_of_negative(size)
     s = u / (2.0 + u)  # in [0, 1/3]: eight terms of the series reach float32
@@ -46,9 +50,9 @@ def step_size(v, SOFTPLUS, LOW, HIGH):
 
 
 def log2_decay(step, A):
-    """step * A in log2 units, cut at STEEPEST."""
+    """step * A in log2 units, cut at FLOOR."""
     v = step * (A * LOG2E)
-    return ct.where(v < STEEPEST, STEEPEST, v)
+    return ct.where(v < FLOOR, FLOOR, v)
 
 
 def param_row(row, SHARED):
@@ -73,13 +77,29 @@ def run_numbers(runs, row, chunk, Q: Const[int], SEQ: Const[int]):
 
 
 @ct.kernel
-def prepare(dt, dt_bias, A, runs, step, decay, Q: Const[int], HEAD_BLOCK: Const[int], HEAD_BLOCKS: Const[int],
-            CHUNKS: Const[int], SEQ: Const[int], SHARED_PARAMS: Const[bool], HAS_BIAS: Const[bool],
-            SOFTPLUS: Const[bool], LOW: Const[float], HIGH: Const[float], HAS_RUNS: Const[bool]):
+def prepare(
+    dt,
+    dt_bias,
+    A,
+    runs,
+    step,
+    decay,
+    Q: Const[int],
+    HEAD_BLOCK: Const[int],
+    HEAD_BLOCKS: Const[int],
+    CHUNKS: Const[int],
+    SEQ: Const[int],
+    SHARED_PARAMS: Const[bool],
+    HAS_BIAS: Const[bool],
+    SOFTPLUS: Const[bool],
+    LOW: Const[float],
+    HIGH: Const[float],
+    HAS_RUNS: Const[bool],
+):
     """dt [batch, seq, heads] -> step, decay [batch, heads, CHUNKS * Q] float32; one program per (row, chunk, heads).
 
-    step is 0 for padding tokens and past the end; decay is its inclusive running log2 decay within the chunk, and within
-    the run if there are runs. The layout makes a chunk of one head a contiguous stretch for the kernels that follow.
+    step is 0 for padding tokens and past the end; decay is its inclusive running log2 decay within the chunk, and
+    within the run if there are runs. The layout makes a chunk of one head a contiguous stretch for the kernels that follow.
     """
     pid = ct.bid(0)
     block = pid % HEAD_BLOCKS

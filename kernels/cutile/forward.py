@@ -1,10 +1,22 @@
 """The forward scan: walks chunks with the state in registers and emits y."""
+
 import cuda.tile as ct
 
 from .decay import INF, LOG2E, param_row, run_numbers
 from .precision import dot
-from .segments import (advance, advance_exactly, advance_in_runs, chunks_of, is_finite, last_of, load_chunk,
-                       load_chunk_transposed, load_scalars, run_before, start_state)
+from .segments import (
+    advance,
+    advance_exactly,
+    advance_in_runs,
+    chunks_of,
+    is_finite,
+    last_of,
+    load_chunk,
+    load_chunk_transposed,
+    load_scalars,
+    run_before,
+    start_state,
+)
 
 Const = ct.Constant
 NAN = float("nan")
@@ -24,11 +36,39 @@ def pair_weights(cb, step, decay, kept):
 
 
 @ct.kernel(occupancy=2)
-def forward(x, B, C, step, decay, D, z, runs, initial, ends, totals, y, final, Q: Const[int], P: Const[int],
-            N: Const[int], HEADS: Const[int], HEADS_PER_GROUP: Const[int], BLOCKS: Const[int], CHUNKS: Const[int],
-            SEGMENTS: Const[int], CHUNKS_PER_SEGMENT: Const[int], SEQ: Const[int], SHARED_PARAMS: Const[bool],
-            HAS_D: Const[bool], HAS_Z: Const[bool], HAS_RUNS: Const[bool], HAS_INITIAL: Const[bool],
-            HAS_FINAL: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+def forward(
+    x,
+    B,
+    C,
+    step,
+    decay,
+    D,
+    z,
+    runs,
+    initial,
+    ends,
+    totals,
+    y,
+    final,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    HEADS: Const[int],
+    HEADS_PER_GROUP: Const[int],
+    BLOCKS: Const[int],
+    CHUNKS: Const[int],
+    SEGMENTS: Const[int],
+    CHUNKS_PER_SEGMENT: Const[int],
+    SEQ: Const[int],
+    SHARED_PARAMS: Const[bool],
+    HAS_D: Const[bool],
+    HAS_Z: Const[bool],
+    HAS_RUNS: Const[bool],
+    HAS_INITIAL: Const[bool],
+    HAS_FINAL: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """One program per (row, segment, head, head_dim block), neighbours share B and C.
 
     x, z, y [batch, seq, heads, head_dim]; B, C [batch, seq, groups, state]; step, decay [batch, heads, padded seq];
@@ -50,8 +90,9 @@ def forward(x, B, C, step, decay, D, z, runs, initial, ends, totals, y, final, Q
     token = ct.arange(Q, dtype=ct.int32)
     causal = token[:, None] >= token[None, :]
     if HAS_D:
-        skip = ct.load(D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P),
-                       padding_mode=ct.PaddingMode.ZERO).reshape((1, P))
+        skip = ct.load(
+            D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P), padding_mode=ct.PaddingMode.ZERO
+        ).reshape((1, P))
     if HAS_RUNS:
         before = run_before(runs, row, first, Q)
     state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
@@ -121,6 +162,5 @@ def forward(x, B, C, step, decay, D, z, runs, initial, ends, totals, y, final, Q
                 before = end
             else:
                 state = advance(state, bt, xt, steps, decays, last, PASSES)
-    if HAS_FINAL:
-        if segment == SEGMENTS - 1:
-            ct.store(final, index=(row, head, 0, block), tile=state.reshape((1, 1, N, P)), order=(0, 1, 3, 2))
+    if HAS_FINAL and segment == SEGMENTS - 1:
+        ct.store(final, index=(row, head, 0, block), tile=state.reshape((1, 1, N, P)), order=(0, 1, 3, 2))

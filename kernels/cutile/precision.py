@@ -4,6 +4,7 @@ PASSES = 0: operands go to the tensor cores as they are (16-bit inputs), float32
 PASSES = 1: float32 operands rounded to TF32, relative error about 2**-11 per operand.
 PASSES = 3: float32 operands split in two TF32 parts, high @ high + high @ low + low @ high; what is dropped is 2**-22.
 """
+
 import cuda.tile as ct
 
 

@@ -4,6 +4,7 @@ A segment's end state from a zero start, and its total log2 decay, suffice to st
 state(s + 1) = exp2(total(s)) * state(s) + end(s). Inside kernels a state is [state, head_dim], the transpose of the
 public one: it is the layout in which B^T X accumulates it and C reads it.
 """
+
 import cuda.tile as ct
 
 from .decay import INF, ZERO, run_numbers
@@ -14,14 +15,21 @@ Const = ct.Constant
 
 def load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY):
     """A chunk of [batch, seq, heads or groups, width] as [Q, WIDTH]; zero past the end."""
-    return ct.load(array, index=(row, chunk, head, block), shape=(1, Q, 1, WIDTH), padding_mode=ZERO,
-                   latency=LATENCY).reshape((Q, WIDTH))
+    return ct.load(
+        array, index=(row, chunk, head, block), shape=(1, Q, 1, WIDTH), padding_mode=ZERO, latency=LATENCY
+    ).reshape((Q, WIDTH))
 
 
 def load_chunk_transposed(array, row, chunk, head, block, Q, WIDTH, LATENCY):
     """The same as [WIDTH, Q]."""
-    return ct.load(array, index=(row, block, head, chunk), shape=(1, WIDTH, 1, Q), order=(0, 3, 2, 1),
-                   padding_mode=ZERO, latency=LATENCY).reshape((WIDTH, Q))
+    return ct.load(
+        array,
+        index=(row, block, head, chunk),
+        shape=(1, WIDTH, 1, Q),
+        order=(0, 3, 2, 1),
+        padding_mode=ZERO,
+        latency=LATENCY,
+    ).reshape((WIDTH, Q))
 
 
 def load_scalars(array, row, head, chunk, Q):
@@ -80,8 +88,9 @@ def advance_exactly(state, b, x, step, decay, last, number, real, end, before, P
 def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS):
     """The state [N, P] in which a segment starts: initial [b, h, p, n], ends [b, h, s, n, p], totals [b, h, s]."""
     if HAS_INITIAL:
-        state = ct.load(initial, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
-                        padding_mode=ZERO).reshape((N, P))
+        state = ct.load(
+            initial, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2), padding_mode=ZERO
+        ).reshape((N, P))
     else:
         state = ct.full((N, P), 0.0, dtype=ct.float32)
     for s in range(segment):
@@ -95,10 +104,27 @@ def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INIT
 
 
 @ct.kernel
-def segment_state(x, B, step, decay, runs, ends, totals, Q: Const[int], P: Const[int], N: Const[int],
-                  HEADS: Const[int], HEADS_PER_GROUP: Const[int], BLOCKS: Const[int], CHUNKS: Const[int],
-                  CHUNKS_PER_SEGMENT: Const[int], SEQ: Const[int], HAS_RUNS: Const[bool], PASSES: Const[int],
-                  LATENCY: Const[int]):
+def segment_state(
+    x,
+    B,
+    step,
+    decay,
+    runs,
+    ends,
+    totals,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    HEADS: Const[int],
+    HEADS_PER_GROUP: Const[int],
+    BLOCKS: Const[int],
+    CHUNKS: Const[int],
+    CHUNKS_PER_SEGMENT: Const[int],
+    SEQ: Const[int],
+    HAS_RUNS: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """Each segment's end state from a zero start, and its total log2 decay: -inf if a run starts inside.
 
     ends [batch, heads, segments - 1, state, head_dim], totals [batch, heads, segments - 1], float32: the last segment's
@@ -140,8 +166,9 @@ def segment_state(x, B, step, decay, runs, ends, totals, Q: Const[int], P: Const
                 bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
                 steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
                 number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
-                state = advance_exactly(state, bt, xt, steps, decays, last_of(decays, Q), number, real, end, before,
-                                        PASSES)
+                state = advance_exactly(
+                    state, bt, xt, steps, decays, last_of(decays, Q), number, real, end, before, PASSES
+                )
                 before = end
     ct.store(ends, index=(row, head, segment, 0, block), tile=state.reshape((1, 1, 1, N, P)))
     if block == 0:

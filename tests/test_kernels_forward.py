@@ -1,0 +1,197 @@
+"""The forward kernels: their arithmetic in the tile emulator against float64, and their compilation for every GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_ssd import config
+from jax_ssd.mamba2 import plan
+from jax_ssd.mamba2.problem import Problem
+from tests import scan_float64, tile_emulator
+from tests.scan_float64 import error, problem, random_operands
+
+EVERY = {"has_D": True, "has_z": True, "has_dt_bias": True, "has_initial_state": True, "dt_softplus": True}
+# ||got - float64|| / ||float64||. Operands are rounded to the input's own bits, ten in TF32; three passes keep 22.
+TOLERANCE = {"float32 highest": 1e-6, "float32 default": 1e-3, "float16": 1e-3, "bfloat16": 6e-3}
+
+
+def forward(p: Problem, operands: dict[str, np.ndarray], **tiles: Any) -> dict[str, np.ndarray]:
+    return tile_emulator.run(plan.forward(p, replace(plan.tiles(p), **tiles)), operands, seed=1)
+
+
+def check(p: Problem, operands: dict[str, np.ndarray] | None = None, **tiles: Any) -> None:
+    operands = random_operands(p) if operands is None else operands
+    got, expected = forward(p, operands, **tiles), scan_float64.scan(p, operands)
+    kind = f"float32 {p.precision}" if p.dtype == "float32" else p.dtype
+    for name, value in got.items():
+        assert value.dtype == scan_float64.dtype_of(p.dtype if name == "y" else "float32")
+        assert error(value, expected[name]) < TOLERANCE[kind], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiles"),
+    [
+        ({}, {}),
+        ({"seq": 1}, {}),
+        ({"seq": 15, "return_final_state": False}, {}),
+        ({"seq": 16}, {}),
+        ({"seq": 200}, {"segments": 5}),
+        ({"seq": 200, "chunk_size": 32}, {"segments": 2}),
+        ({"seq": 65, "groups": 1, "heads": 3}, {}),
+        ({"seq": 65, "groups": 4}, {"segments": 3}),
+        ({"seq": 65, "head_dim": 80, "state": 24}, {"head_dim_block": 32, "head_block": 2}),
+        ({"seq": 65, "head_dim": 1, "state": 17}, {"segments": 2}),
+        ({"seq": 65, "param_rows": 2}, {}),
+        ({"seq": 65, "has_runs": True}, {}),
+        ({"seq": 200, "has_runs": True}, {"segments": 4}),
+        ({"seq": 65, "has_runs": True, "has_initial_state": False, "has_D": False, "has_z": False}, {"segments": 2}),
+        ({"seq": 65, "dt_limit": (0.02, 0.9)}, {"segments": 2}),
+        ({"seq": 65, "has_dt_bias": False, "dt_softplus": False, "has_initial_state": False}, {"segments": 2}),
+        ({"seq": 65, "precision": "default"}, {"segments": 2}),
+        ({"seq": 65, "dtype": "bfloat16", "dt_dtype": "bfloat16"}, {"segments": 2}),
+        ({"seq": 65, "dtype": "float16", "has_runs": True}, {"segments": 2}),
+    ],
+    ids=str,
+)
+def test_equals_the_sequential_scan(changes, tiles):
+    check(problem(**{**EVERY, **changes}), **tiles)
+
+
+def test_extreme_decays_in_one_chunk():
+    p = problem(seq=48, heads=2, groups=1, has_initial_state=True)
+    operands = random_operands(p)
+    operands["A"] = np.array([[-1.0, -0.5]], np.float32)
+    operands["dt"][:, ::5] = np.array([1.0, 10.0, 1e2, 1e3, 1e4] * 2, np.float32)[None, :, None]
+    got, expected = forward(p, operands, segments=2), scan_float64.scan(p, operands)
+    # A decay after one of -1e3 is the difference of two sums near 160: about 1e-5 relative.
+    assert max(error(got[name], expected[name]) for name in got) < 1e-4
+
+
+def test_growth():
+    p = problem(seq=64, has_initial_state=True)
+    operands = random_operands(p)
+    operands["A"] = np.full_like(operands["A"], 0.1)
+    check(p, operands, segments=2)
+
+
+def test_lower_limit_leaves_the_padded_tail_alone():
+    check(problem(seq=17, dt_limit=(0.5, float("inf")), has_initial_state=True))
+
+
+def test_softplus_of_extremes():
+    p = problem(batch=1, seq=16, heads=1, groups=1, dt_softplus=True)
+    operands = random_operands(p)
+    raw = np.array([-100, -30, -20, -16, -5, -1e-3, 0, 1e-3, 1, 5, 19.9, 20.1, 50, 100, np.inf, np.nan], np.float32)
+    operands["dt"] = raw.reshape(operands["dt"].shape)
+    made = plan.forward(p)
+    prepare = replace(made, results=made.scratch, scratch=(), launches=made.launches[:1])
+    got = tile_emulator.run(prepare, operands)["step"].reshape(-1)
+    with np.errstate(invalid="ignore"):
+        expected = np.logaddexp(0, raw.astype(np.float64))
+    np.testing.assert_allclose(got, expected, rtol=4e-7, atol=1e-44)
+
+
+NAN_PLACES = [("x", 21), ("dt", 21), ("B", 21), ("C", 21), ("z", 21), ("initial_state", None)]
+
+
+@pytest.mark.parametrize("has_runs", [False, True])
+@pytest.mark.parametrize(("name", "token"), NAN_PLACES)
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_nan_shows_at_its_token_and_after_within_its_run(name, token, segments, has_runs):
+    p = problem(seq=48, heads=2, **EVERY, has_runs=has_runs)
+    operands = random_operands(p, seed=3)
+    if has_runs:
+        number = np.repeat(np.array([0, 1, 2, 3], np.int32), [18, 11, 9, 10])
+        operands["runs"] = np.where(np.arange(48) % 7 == 6, ~number, number)[None].repeat(2, axis=0)
+        operands["runs"][:, 21] = 1
+    where = (0, slice(None) if name == "initial_state" else token)
+    operands[name][(*where, 0)] = np.nan
+    check(p, operands, segments=segments)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_padding_never_leaks(value):
+    p = problem(seq=48, **EVERY, has_runs=True, dtype="bfloat16")
+    operands = random_operands(p, seed=5)
+    padding = operands["runs"] < 0
+    expected = forward(p, operands, segments=2)
+    for name in ("x", "B", "C", "dt", "z"):
+        operands[name][padding] = value
+    got = forward(p, operands, segments=2)
+    for name in got:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert not got["y"][padding].any()
+
+
+def test_halves_with_a_carried_state_are_bitwise_the_whole():
+    p = problem(seq=64, has_D=True)
+    operands = random_operands(p)
+    half = {name: a[:, :32] if name in ("x", "dt", "B", "C") else a for name, a in operands.items()}
+    rest = {name: a[:, 32:] if name in ("x", "dt", "B", "C") else a for name, a in operands.items()}
+    whole, first = forward(p, operands), forward(replace(p, seq=32), half)
+    second = forward(replace(p, seq=32, has_initial_state=True), {**rest, "initial_state": first["final_state"]})
+    np.testing.assert_array_equal(whole["y"], np.concatenate([first["y"], second["y"]], axis=1))
+    np.testing.assert_array_equal(whole["final_state"], second["final_state"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chunk_size": 40}, "chunk_size of 16, 32, 64, 128 .* got 40"),
+        ({"chunk_size": 256}, "got 256"),
+        ({"state": 600}, "up to 512, got 600"),
+        ({"dtype": "float64"}, "got float64"),
+    ],
+)
+def test_refusals_name_the_limit_and_the_figure(changes, said):
+    with pytest.raises(NotImplementedError, match=said):
+        plan.forward(problem(**changes))
+
+
+def test_segments_fill_the_gpu_and_no_more():
+    def segments(**changes: Any) -> int:
+        p = problem(dtype="bfloat16", head_dim=64, state=128, heads=8, groups=1, chunk_size=None, **changes)
+        return plan.tiles(p).segments
+
+    assert segments(batch=4, seq=16384) == 8
+    assert segments(batch=64, seq=4096) == 1
+    assert segments(batch=1, seq=256) == 1
+
+
+MODEL = {
+    "batch": 2,
+    "seq": 4096,
+    "heads": 8,
+    "head_dim": 64,
+    "groups": 1,
+    "state": 128,
+    "chunk_size": None,
+    "dtype": "bfloat16",
+}
+COMPILED = [
+    problem(**MODEL),
+    problem(**{**MODEL, "head_dim": 80, "state": 24, "has_runs": True}, **EVERY),
+    problem(**{**MODEL, "state": 256, "dtype": "float32", "precision": "default"}),
+    problem(**{**MODEL, "dtype": "float32"}, has_D=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
+@pytest.mark.parametrize("p", COMPILED, ids=["plain", "every option", "TF32", "highest"])
+def test_compiles(p, arch):
+    compile_plan(plan.forward(p), arch)
+
+
+def compile_plan(made: Any, arch: str) -> list[Any]:
+    from jax_ssd import compile as kernels
+    from jax_ssd import cutile
+
+    if cutile.missing():
+        pytest.skip(f"no cuTile compiler: {cutile.missing()}")
+    made.check(arch)
+    return kernels.compile_launches([(one.kernel, made.compile_arguments(one)) for one in made.launches], arch)
