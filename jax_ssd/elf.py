@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # Attribute codes of the .nv.info sections, as in CUDA's `cuobjdump -elf`.
 _FORMAT_SIZED = 4
 _KERNEL_PARAMETER = 0x17
+_KERNEL_PARAMETER_V2 = 0x45
 _REGISTER_COUNT = 0x2F
 
 
@@ -86,7 +87,8 @@ def _registers(sections: dict[str, _Section], text: _Section) -> int:
 def _parameters(section: _Section | None) -> tuple[tuple[int, int], ...]:
     found = {}
     for code, value in _attributes(section):
-        if code == _KERNEL_PARAMETER and len(value) == 12:
-            _, ordinal, offset, flags = struct.unpack("<IHHI", value)
-            found[ordinal] = (offset, flags >> 18)
+        if code in (_KERNEL_PARAMETER, _KERNEL_PARAMETER_V2) and len(value) == 12:
+            _, ordinal, offset, size_and_flags = struct.unpack("<IHHI", value)
+            size = size_and_flags >> 18 if code == _KERNEL_PARAMETER else size_and_flags & 0xFFFF
+            found[ordinal] = (offset, size)
     return tuple(found[ordinal] for ordinal in sorted(found))
