@@ -1,0 +1,330 @@
+"""Which kernels run the backward of a Mamba-2 scan, with which tiles, in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jax_ssd.mamba2.problem import Problem
+from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan
+from jax_ssd.specs import CuTileKernel, row_major
+
+ADJOINT, GRADIENTS = "jax_ssd.kernels.cutile.adjoint", "jax_ssd.kernels.cutile.gradients"
+DECAY, SEGMENTS = "jax_ssd.kernels.cutile.decay", "jax_ssd.kernels.cutile.segments"
+ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+SMALLEST_TILE = 16  # of a dimension that enters a matrix product
+MOST_STATE_ELEMENTS = 16384  # of a [state, head_dim] float32 tile that one program keeps in registers
+HEAD_AXIS = {
+    **dict.fromkeys(("x", "dy", "z", "dx", "dz", "B", "C", "step_gradient", "decay_gradient"), 2),
+    **dict.fromkeys(("D", "initial_state", "dfinal", "dinitial_state", "step", "decay", "D_partial"), 1),
+    **dict.fromkeys(("dB", "dC"), 2),
+    **dict.fromkeys(("B_partial", "C_partial"), 3),
+}
+GROUPED = ("B", "C", "dB", "dC", "B_partial", "C_partial")  # theirs is an axis of groups
+DT_TOKENS, DT_HEADS = 256, 16  # tile of the kernels that cross between [seq, heads] and [heads, seq]
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything about a backward that changes its speed and memory, but not its result beyond rounding.
+
+    chunk: tokens per chunk, a power of two. segments: pieces of a row that are walked at the same time.
+    head_slices: the heads are taken in so many turns, which share the memory for chunk states; a slice is a part of a
+      group or some whole groups. head_blocks: so many programs share the heads of a group and slice.
+    p_blocks, n_blocks: pieces of head_dim and of state that different programs take.
+    """
+
+    chunk: int = 64
+    segments: int = 1
+    head_slices: int = 1
+    head_blocks: int = 1
+    p_blocks: int = 1
+    n_blocks: int = 1
+    states_occupancy: int | None = 2
+    tokens_occupancy: int | None = 2
+    groups_occupancy: int | None = 2
+    latency: int = 2
+
+    def __post_init__(self):
+        for name in ("chunk", "p_blocks", "n_blocks"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two.")
+        for name in ("segments", "head_slices", "head_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is less than 1.")
+
+
+def tile_size(size: int) -> int:
+    """The smallest tile dimension that covers size and that a matrix product takes."""
+    return max(SMALLEST_TILE, 1 << (size - 1).bit_length())
+
+
+def heuristic(problem: Problem, programs: int = 264) -> BackwardConfig:
+    """A configuration without measuring.
+
+    programs: as many should run at the same time as fill a large GPU (132 multiprocessors, two each).
+    """
+    chunk = min(problem.chunk_size or 64, 64)
+    chunk = min(tile_size(problem.seq), max(SMALLEST_TILE, 1 << (chunk.bit_length() - 1)))
+    width, state = tile_size(problem.head_dim), tile_size(problem.state)
+    p_blocks = min(max(1, width * state // 8192), width // SMALLEST_TILE)
+    n_blocks = max(1, state // 128)
+    chunks = math.ceil(problem.seq / chunk)
+    slices = _head_slices(problem, chunks)
+    rows = problem.batch * problem.heads // slices * p_blocks
+    segments = min(max(1, programs // rows), max(1, chunks // 4), 64)
+    return BackwardConfig(chunk, segments, slices, 1, p_blocks, n_blocks)
+
+
+def _head_slices(problem: Problem, chunks: int) -> int:
+    """The fewest slices whose chunk states stay below half of what the backward reads and writes anyway."""
+    if chunks == 1:
+        return 1
+    tokens = problem.batch * problem.seq
+    size = ITEM_SIZE[problem.dtype]
+    per_head = 2 * problem.batch * chunks * problem.state * problem.head_dim * size
+    arrays = (5 if problem.has_z else 3) * problem.heads * problem.head_dim + 4 * problem.groups * problem.state
+    budget = tokens * arrays * size // 2
+    allowed = [n for n in range(1, problem.heads + 1) if _slice_heads(problem, n)]
+    return next((n for n in allowed if per_head * (problem.heads // n) <= budget), allowed[-1])
+
+
+def _slice_heads(problem: Problem, slices: int) -> int:
+    """Heads per slice, 0 if so many slices would neither split groups evenly nor keep them whole."""
+    heads, per_group = problem.heads // slices, problem.heads // problem.groups
+    whole = problem.heads % slices == 0 and (heads % per_group == 0 or per_group % heads == 0)
+    return heads if whole else 0
+
+
+def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
+    """The plan of the backward: gradients of every operand but runs, in the operands' order.
+
+    Raises NotImplementedError for what the kernels do not do, ValueError for a configuration that does not fit.
+    """
+    if problem.dtype not in ITEM_SIZE:
+        raise NotImplementedError(f"the kernels take bfloat16, float16 and float32, not {problem.dtype}.")
+    return _Backward(problem, config or heuristic(problem)).plan()
+
+
+class _Backward:
+    """The sizes of one backward, and its launches."""
+
+    def __init__(self, problem: Problem, config: BackwardConfig):
+        self.problem, self.config = problem, config
+        self.Q, self.chunks = config.chunk, math.ceil(problem.seq / config.chunk)
+        self.P, self.N = tile_size(problem.head_dim) // config.p_blocks, tile_size(problem.state)
+        self.segment_chunks = math.ceil(self.chunks / config.segments)
+        self.segments = math.ceil(self.chunks / self.segment_chunks)
+        self.heads_per_group = problem.heads // problem.groups
+        self.slice_heads = _slice_heads(problem, config.head_slices)
+        self.group_heads = min(self.slice_heads, self.heads_per_group)
+        self.padded = self.chunks * self.Q
+        self.has_state = self.chunks > 1 or problem.has_initial_state
+        self.has_adjoint = self.chunks > 1 or problem.has_dfinal
+        self.passes = 0 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 1
+        self.turns = max(1, self.heads_per_group // self.slice_heads) if self.slice_heads else 1
+        self.tiles = math.ceil(problem.seq / DT_TOKENS)
+        self.partial = config.head_blocks > 1 or self.turns > 1
+        self._check()
+
+    def _check(self):
+        problem, config = self.problem, self.config
+        if not self.slice_heads:
+            raise ValueError(
+                f"head_slices={config.head_slices} does not cut {problem.heads} heads in {problem.groups} groups into "
+                f"parts of a group or whole groups."
+            )
+        if self.group_heads % config.head_blocks:
+            raise ValueError(f"head_blocks={config.head_blocks} does not divide {self.group_heads} heads.")
+        if self.P < SMALLEST_TILE or self.N // config.n_blocks < SMALLEST_TILE:
+            raise ValueError(f"{config.p_blocks=} or {config.n_blocks=} leaves tiles below {SMALLEST_TILE}.")
+        if self.N * self.P > MOST_STATE_ELEMENTS:
+            raise NotImplementedError(
+                f"a program keeps a [state, head_dim] tile of at most {MOST_STATE_ELEMENTS} elements in registers; "
+                f"state {problem.state} and head_dim {problem.head_dim} in {config.p_blocks} take {self.N}x{self.P}."
+            )
+        if self.N > 512 or tile_size(problem.head_dim) > 256:
+            raise NotImplementedError(
+                f"the kernels take state up to 512 and head_dim up to 256, not {problem.state} and {problem.head_dim}."
+            )
+
+    def operands(self) -> tuple[Buffer, ...]:
+        p = self.problem
+        tokens, group = (p.batch, p.seq, p.heads, p.head_dim), (p.batch, p.seq, p.groups, p.state)
+        state = (p.batch, p.heads, p.head_dim, p.state)
+        buffers = [
+            (True, Buffer("x", tokens, p.dtype)),
+            (True, Buffer("dt", tokens[:3], p.dt_dtype)),
+            (True, Buffer("A", (p.param_rows, p.heads), "float32")),
+            (True, Buffer("B", group, p.dtype)),
+            (True, Buffer("C", group, p.dtype)),
+            (p.has_D, Buffer("D", (p.param_rows, p.heads, p.head_dim), "float32")),
+            (p.has_z, Buffer("z", tokens, p.dtype)),
+            (p.has_dt_bias, Buffer("dt_bias", (p.param_rows, p.heads), "float32")),
+            (p.has_initial_state, Buffer("initial_state", state, "float32")),
+            (p.has_runs, Buffer("runs", (p.batch, p.seq), "int32")),
+            (True, Buffer("dy", tokens, p.dtype)),
+            (p.has_dfinal, Buffer("dfinal", state, "float32")),
+        ]
+        return tuple(buffer for present, buffer in buffers if present)
+
+    def results(self) -> tuple[Buffer, ...]:
+        p = self.problem
+        differentiated = [b for b in self.operands() if b.name not in ("runs", "dy", "dfinal")]
+        per_row = ("A", "D", "dt_bias")
+        return tuple(
+            Buffer("d" + b.name, (p.batch, *b.shape[1:]) if b.name in per_row else b.shape, b.dtype)
+            for b in differentiated
+        )
+
+    def scratch(self) -> tuple[Buffer, ...]:
+        p, f32 = self.problem, "float32"
+        rows = (p.batch, p.heads, self.padded)
+        chunk_states = (p.batch, self.slice_heads, self.chunks, p.state, p.head_dim)
+        segment_states = (p.batch, self.slice_heads, self.segments - 1, p.state, p.head_dim)
+        groups = (self.config.head_blocks, p.batch, p.seq, p.groups, p.state)
+        several, blocks = self.segments > 1, self.config.p_blocks
+        buffers = [
+            (True, Buffer("step", rows, f32)),
+            (True, Buffer("decay", rows, f32)),
+            (several, Buffer("segment_ends", segment_states, f32)),
+            (several, Buffer("segment_starts", segment_states, f32)),
+            (several, Buffer("end_totals", segment_states[:3], f32)),
+            (several, Buffer("start_totals", segment_states[:3], f32)),
+            (self.has_state, Buffer("states", chunk_states, p.dtype)),
+            (self.has_adjoint, Buffer("adjoints", chunk_states, p.dtype)),
+            (True, Buffer("step_gradient", (blocks, *rows), f32)),
+            (True, Buffer("decay_gradient", (blocks, *rows), f32)),
+            (p.has_D, Buffer("D_partial", (p.batch, p.heads, self.segments, p.head_dim), f32)),
+            (True, Buffer("A_partial", (p.batch, self.tiles, p.heads), f32)),
+            (p.has_dt_bias, Buffer("bias_partial", (p.batch, self.tiles, p.heads), f32)),
+            (self.partial, Buffer("B_partial", groups, f32)),
+            (self.partial, Buffer("C_partial", groups, f32)),
+        ]
+        return tuple(buffer for present, buffer in buffers if present)
+
+    def plan(self) -> Plan:
+        self.buffers = {b.name: b for b in (*self.operands(), *self.results(), *self.scratch())}
+        launches = [self.prepare()]
+        for turn in range(self.config.head_slices):
+            launches += self.slice_launches(turn)
+        launches += self.sums()
+        return Plan("mamba2_backward", self.operands(), self.results(), self.scratch(), tuple(launches), {})
+
+    def launch(self, module: str, function: str, blocks: int, arguments: list, occupancy: int | None = None) -> Launch:
+        """arguments: a name is a whole buffer, a plain value a constant."""
+        encoded = []
+        for argument in arguments:
+            if isinstance(argument, str):
+                argument = self.view(argument, 0, 1)
+            elif isinstance(argument, (int, float)):
+                argument = ConstantArg(argument)
+            encoded.append(argument)
+        return Launch(CuTileKernel(module, function, occupancy=occupancy), (blocks, 1, 1), tuple(encoded))
+
+    def view(self, name: str, turn: int, turns: int) -> ArrayArg:
+        """One of so many equal slices of a buffer along its head or group axis; all of it if it has none.
+
+        An operand that is absent is stood in for by x: the kernel's flags keep it from being read.
+        """
+        buffer = self.buffers.get(name, self.buffers["x"])
+        axis = HEAD_AXIS.get(buffer.name)
+        if axis is None or turns == 1:
+            return ArrayArg(buffer.name)
+        shape, strides = list(buffer.shape), row_major(buffer.shape)
+        if buffer.name in GROUPED:
+            part, first = max(1, shape[axis] // turns), turn * shape[axis] // turns
+        else:
+            part, first = shape[axis] // turns, turn * (shape[axis] // turns)
+        shape[axis] = part
+        return ArrayArg(buffer.name, tuple(shape), strides, first * strides[axis])
+
+    def dt_tile(self) -> tuple[int, int]:
+        """Heads per tile of the kernels that read dt, and how many such tiles cover all heads."""
+        heads = min(DT_HEADS, 1 << (self.problem.heads - 1).bit_length())
+        return heads, math.ceil(self.problem.heads / heads)
+
+    def prepare(self) -> Launch:
+        p = self.problem
+        heads, blocks = self.dt_tile()
+        low, high = map(float, p.dt_limit)
+        sizes = [self.Q, heads, blocks, self.chunks, p.seq]
+        flags = [p.param_rows == 1, p.has_dt_bias, p.dt_softplus, low, high, p.has_runs]
+        arguments = ["dt", "dt_bias", "A", "runs", "step", "decay", *sizes, *flags]
+        return self.launch(DECAY, "prepare", p.batch * self.chunks * blocks, arguments)
+
+    def slice_launches(self, turn: int) -> Iterator[Launch]:
+        """The launches that take one slice of heads from segment passes to dB and dC."""
+        p, config = self.problem, self.config
+
+        def views(*names: str) -> list[ArrayArg]:
+            return [self.view(name, turn, config.head_slices) for name in names]
+
+        rows = p.batch * self.slice_heads * config.p_blocks
+        tiles, heads = [self.Q, self.P, self.N], self.slice_heads
+        sizes = [*tiles, config.p_blocks, heads, self.chunks, self.segments, self.segment_chunks, self.group_heads]
+        hints = [p.has_runs, self.passes, config.latency]
+        if self.segments > 1:
+            blocks = (self.segments - 1) * rows
+            theirs = [*tiles, heads, self.group_heads, config.p_blocks, self.chunks, self.segment_chunks, p.seq]
+            arguments = [*views("x", "B", "step", "decay", "runs", "segment_ends", "end_totals"), *theirs, *hints]
+            yield self.launch(SEGMENTS, "segment_state", blocks, arguments, config.states_occupancy)
+            arrays = views("dy", "z", "C", "decay", "runs", "segment_starts", "start_totals")
+            arguments = [*arrays, *sizes, p.has_z, *hints]
+            yield self.launch(ADJOINT, "segment_adjoint", blocks, arguments, config.states_occupancy)
+        if self.has_state:
+            arrays = views("x", "B", "step", "decay", "runs", "initial_state", "segment_ends", "end_totals", "states")
+            arguments = [*arrays, *sizes, p.has_initial_state, *hints]
+            yield self.launch(ADJOINT, "chunk_states", self.segments * rows, arguments, config.states_occupancy)
+        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs", "dfinal", "states", "segment_starts")
+        outputs = views("start_totals", "adjoints", "dx", "dz", "step_gradient", "decay_gradient", "D_partial")
+        flags = [p.param_rows == 1, p.has_D, p.has_z, self.has_state, self.has_adjoint, p.has_dfinal]
+        flags += [p.has_initial_state]
+        arguments = [*inputs, *outputs, *views("dinitial_state"), *sizes, *flags, *hints]
+        yield self.launch(ADJOINT, "token_gradients", self.segments * rows, arguments, config.tokens_occupancy)
+        yield self.group_launch(turn, views)
+
+    def group_launch(self, turn: int, views: Callable[..., list[ArrayArg]]) -> Launch:
+        """dB and dC: into the results when the last heads of a group are added, into partial sums before."""
+        p, config = self.problem, self.config
+        groups, part = self.slice_heads // self.group_heads, turn % self.turns
+        if config.head_blocks == 1 and part == self.turns - 1:
+            outputs = [self.one_block(view) for view in views("dB", "dC")]
+        else:
+            outputs = views("B_partial", "C_partial")
+        earlier = views("B_partial", "C_partial") if part else views("step", "step")
+        blocks = config.n_blocks * config.head_blocks * groups * self.chunks * p.batch
+        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "runs", "states", "adjoints")
+        sizes = [self.Q, self.P * config.p_blocks, self.N // config.n_blocks, config.n_blocks, self.chunks]
+        sizes += [self.group_heads, self.group_heads // config.head_blocks, groups]
+        flags = [p.has_z, self.has_state, self.has_adjoint, p.has_runs, part > 0]
+        arguments = [*inputs, *earlier, *outputs, *sizes, *flags, self.passes, config.latency]
+        return self.launch(GRADIENTS, "group_gradients", blocks, arguments, config.groups_occupancy)
+
+    def one_block(self, view: ArrayArg) -> ArrayArg:
+        """dB or dC with a leading axis of one head block."""
+        shape = tuple(view.shape or self.buffers[view.buffer].shape)
+        strides = tuple(view.strides or row_major(shape))
+        return ArrayArg(view.buffer, (1, *shape), (shape[0] * strides[0], *strides), view.offset)
+
+    def sums(self) -> Iterator[Launch]:
+        """What is left when every slice is done: sums over head blocks, dt and the parameters."""
+        p = self.problem
+        if self.config.head_blocks > 1:
+            size = p.batch * p.seq * p.groups * p.state
+            for name in ("B", "C"):
+                partial = ArrayArg(f"{name}_partial", (self.config.head_blocks, size))
+                arguments = [partial, ArrayArg(f"d{name}", (size,)), self.config.head_blocks, 1024]
+                yield self.launch(GRADIENTS, "sum_head_blocks", math.ceil(size / 1024), arguments)
+        heads, blocks = self.dt_tile()
+        low, high = map(float, p.dt_limit)
+        bias, blocks_p = p.has_dt_bias, self.config.p_blocks
+        arguments = ["dt", "A", "dt_bias", "runs", "step", "step_gradient", "decay_gradient", "ddt", "A_partial"]
+        arguments += ["bias_partial", DT_TOKENS, heads, blocks, self.tiles, blocks_p, p.param_rows == 1, p.dt_softplus]
+        arguments += [low, high, bias, p.has_runs]
+        yield self.launch(GRADIENTS, "step_gradients", p.batch * self.tiles * blocks, arguments)
+        arguments = ["A_partial", "bias_partial", "D_partial", "dA", "ddt_bias", "dD", self.P, blocks_p, p.heads]
+        arguments += [self.tiles, self.segments, bias, p.has_D]
+        yield self.launch(GRADIENTS, "parameter_gradients", p.batch * p.heads, arguments)

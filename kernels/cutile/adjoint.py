@@ -1,0 +1,267 @@
+"""Backward of the Mamba-2 scan along the sequence: segment adjoints, chunk-start states, and the gradients per token.
+
+Notation, for one batch row and head: g is the inclusive running sum of log2 decays inside a chunk (and run), w_ij =
+exp2(g_i - g_j) for kept pairs (i >= j, same run), s the step sizes, e_j = exp2(g_last - g_j), S the state at a chunk's
+start and T the adjoint of the state at its end, both stored [state, head_dim]. dy' is dy * silu(z), zero at padding.
+
+Pair tiles are [j, i] (source token first), so that what multiplies dy' is the product's own accumulator and the sum
+over i stays inside a row. A grid is one-dimensional; the heads of one row and segment are neighbours, because they read
+the same B and C. A launch may cover a slice of the heads: its arrays are then views, and `heads` below counts those.
+"""
+import cuda.tile as ct
+
+from .decay import INF, ZERO, param_row, run_numbers
+from .precision import dot
+from .segments import advance, advance_in_runs, chunks_of, last_of, load_chunk, load_scalars, run_before
+
+Const = ct.Constant
+MASKED = -1e30  # an exponent whose exp2 is exactly zero
+
+
+def load_state(array, row, head, N, P, block):
+    """Tile [N, P] of [batch, heads, head_dim, state]; zero outside."""
+    return ct.load(array, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
+                   padding_mode=ZERO).reshape((N, P))
+
+
+def gate(z):
+    """silu(z) and its derivative, float32."""
+    value = z.astype(ct.float32)
+    sigmoid = 1.0 / (1.0 + ct.exp(-value))
+    return value * sigmoid, sigmoid * (1.0 + value * (1.0 - sigmoid))
+
+
+def decayed(state, decay, carries, HAS_RUNS):
+    """exp2(decay) * state, or zero (not zero times state) where the state does not carry."""
+    state = ct.exp2(decay) * state
+    if HAS_RUNS:
+        state = ct.where(carries, state, 0.0)
+    return state
+
+
+def this_block(HEADS, SEGMENTS, P_BLOCKS):
+    """This block's (row, segment, head, P-block)."""
+    block = ct.bid(0)
+    p_block = block % P_BLOCKS
+    head = block // P_BLOCKS % HEADS
+    segment = block // (P_BLOCKS * HEADS) % SEGMENTS
+    return block // (P_BLOCKS * HEADS * SEGMENTS), segment, head, p_block
+
+
+@ct.kernel
+def segment_adjoint(dy, z, c, decay, runs, starts, totals, Q: Const[int], P: Const[int], N: Const[int],
+                    P_BLOCKS: Const[int], HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int],
+                    SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_Z: Const[bool], HAS_RUNS: Const[bool],
+                    PASSES: Const[int], LATENCY: Const[int]):
+    """Each segment's contribution to the adjoint of its start state, and its total decay.
+
+    starts [batch, heads, segments - 1, state, head_dim] float32 is sum_i exp2(decay from the segment's start to i)
+    dy'_i (x) C_i over the tokens that the start state reaches; totals [batch, heads, segments - 1] float32 is log2 of
+    the factor between the two ends, -INF when nothing carries. Segment 0 is not needed: index 0 is segment 1.
+    Grid (segments - 1) * batch * heads * P_BLOCKS.
+    """
+    row, before_segment, head, p_block = this_block(HEADS, SEGMENTS - 1, P_BLOCKS)
+    segment = before_segment + 1
+    group = head // HEADS_PER_GROUP
+    first = segment * SEGMENT_CHUNKS
+    count = chunks_of(segment, SEGMENT_CHUNKS, CHUNKS)
+    result, sum_decay = ct.full((N, P), 0.0, dtype=ct.float32), ct.full((1,), 0.0, dtype=ct.float32)
+    carried = ct.full((1,), True, dtype=ct.bool_)
+    for k in range(count):
+        chunk = first + count - 1 - k
+        dy_tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
+        c_tile = load_chunk(c, row, chunk, group, 0, Q, N, LATENCY)
+        g = load_scalars(decay, row, head, chunk, Q)
+        last = last_of(g, Q)
+        weight = ct.exp2(g)
+        if HAS_RUNS:
+            run, real, final = run_numbers(runs, row, chunk, Q, dy.shape[1])
+            before = run_before(runs, row, chunk, Q)
+            weight = ct.where(run == before, weight, 0.0)
+            dy_tile = ct.where(real[:, None], dy_tile, 0.0).astype(dy.dtype)
+            carries = before == final
+            carried = carried & carries
+        else:
+            carries = True
+        gated = dy_tile.astype(ct.float32)
+        if HAS_Z:
+            gated = gated * gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))[0]
+            if HAS_RUNS:
+                gated = ct.where(real[:, None], gated, 0.0)
+        scaled = (gated * weight[:, None]).astype(c.dtype)
+        result = dot(ct.transpose(c_tile), scaled, decayed(result, last, carries, HAS_RUNS), PASSES)
+        sum_decay = sum_decay + last
+    if HAS_RUNS:
+        sum_decay = ct.where(carried, sum_decay, -INF)
+    ct.store(starts, index=(row, head, before_segment, 0, p_block), tile=result.reshape((1, 1, 1, N, P)))
+    if p_block == 0:
+        ct.store(totals, index=(row, head, before_segment), tile=sum_decay.reshape((1, 1, 1)))
+
+
+@ct.kernel
+def chunk_states(x, b, step, decay, runs, initial, ends, totals, states, Q: Const[int], P: Const[int], N: Const[int],
+                 P_BLOCKS: Const[int], HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int],
+                 SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_INITIAL: Const[bool],
+                 HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+    """Stores the state at every chunk's start: states [batch, heads, chunks, state, head_dim] in x's dtype.
+
+    Grid SEGMENTS * batch * heads * P_BLOCKS. The segment's own start is the sum of what the earlier segments leave:
+    ends [batch, heads, segments - 1, state, head_dim] and totals [batch, heads, segments - 1], of segment_state.
+    """
+    row, segment, head, p_block = this_block(HEADS, SEGMENTS, P_BLOCKS)
+    group = head // HEADS_PER_GROUP
+    if HAS_INITIAL:
+        state = load_state(initial, row, head, N, P, p_block)
+    else:
+        state = ct.full((N, P), 0.0, dtype=ct.float32)
+    if SEGMENTS > 1:
+        for j in range(segment):
+            state = passed(state, ends, totals, row, head, j, p_block, N, P, HAS_RUNS)
+    first = segment * SEGMENT_CHUNKS
+    store_chunk_state(states, row, head, first, p_block, state, N, P)
+    for chunk in range(first, first + chunks_of(segment, SEGMENT_CHUNKS, CHUNKS) - 1):
+        x_tile = load_chunk(x, row, chunk, head, p_block, Q, P, LATENCY)
+        b_tile = ct.transpose(load_chunk(b, row, chunk, group, 0, Q, N, LATENCY))
+        s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        if HAS_RUNS:
+            run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
+            before = run_before(runs, row, chunk, Q)
+            state = advance_in_runs(state, b_tile, x_tile, s, g, last_of(g, Q), run, final, before, PASSES)
+        else:
+            state = advance(state, b_tile, x_tile, s, g, last_of(g, Q), PASSES)
+        store_chunk_state(states, row, head, chunk + 1, p_block, state, N, P)
+
+
+def store_chunk_state(states, row, head, chunk, p_block, state, N, P):
+    ct.store(states, index=(row, head, chunk, 0, p_block), tile=state.astype(states.dtype).reshape((1, 1, 1, N, P)))
+
+
+def passed(carry, contribution, total, row, head, segment, p_block, N, P, HAS_RUNS):
+    """What one segment makes of a state or adjoint that enters it: its decay, then its own contribution."""
+    log2_factor = ct.load(total, index=(row, head, segment), shape=(1, 1, 1)).reshape((1, 1))
+    own = ct.load(contribution, index=(row, head, segment, 0, p_block), shape=(1, 1, 1, N, P),
+                  padding_mode=ZERO).reshape((N, P))
+    return decayed(carry, log2_factor, log2_factor > -INF, HAS_RUNS) + own
+
+
+@ct.kernel
+def token_gradients(x, dy, z, b, c, step, decay, skip, runs, dfinal, states, starts, totals, adjoints, dx, dz,
+                    dstep, ddecay, dskip, dinitial, Q: Const[int], P: Const[int], N: Const[int], P_BLOCKS: Const[int],
+                    HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int], SEGMENT_CHUNKS: Const[int],
+                    HEADS_PER_GROUP: Const[int], SHARED_PARAMS: Const[bool], HAS_D: Const[bool], HAS_Z: Const[bool],
+                    HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_DFINAL: Const[bool], HAS_INITIAL: Const[bool],
+                    HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+    """Walks the chunks of a segment backwards with T in registers; everything that belongs to one token of one head.
+
+    Writes dx, dz; dstep and ddecay [P_BLOCKS, batch, heads, padded seq] float32, the gradients of s (direct) and of a
+    step's log decay, a sum over the P-blocks still to take; dskip [batch, heads, segments, head_dim] float32;
+    adjoints [batch, heads, chunks, state, head_dim] (x's dtype), every chunk's T; dinitial at the row's first chunk.
+    HAS_STATE: states hold something. HAS_ADJOINT: some chunk's end matters (more than one chunk, or dfinal is given).
+    Grid SEGMENTS * batch * heads * P_BLOCKS.
+    """
+    row, segment, head, p_block = this_block(HEADS, SEGMENTS, P_BLOCKS)
+    group = head // HEADS_PER_GROUP
+    first = segment * SEGMENT_CHUNKS
+    count = chunks_of(segment, SEGMENT_CHUNKS, CHUNKS)
+    token = ct.arange(Q, dtype=ct.int32)
+    strict = token[:, None] < token[None, :]
+    zero_pairs, zero_tokens = ct.full((Q, Q), 0.0, dtype=ct.float32), ct.full((Q, P), 0.0, dtype=ct.float32)
+    T = ct.full((N, P), 0.0, dtype=ct.float32)
+    if HAS_DFINAL:
+        T = load_state(dfinal, row, head, N, P, p_block)
+    if SEGMENTS > 1:
+        for k in range(SEGMENTS - 1 - segment):
+            T = passed(T, starts, totals, row, head, SEGMENTS - 2 - k, p_block, N, P, HAS_RUNS)
+    if HAS_D:
+        d = ct.load(skip, index=(param_row(row, SHARED_PARAMS), head, p_block), shape=(1, 1, P),
+                    padding_mode=ZERO).reshape((1, P))
+        dskip_sum = ct.full((P,), 0.0, dtype=ct.float32)
+
+    for k in range(count):
+        chunk = first + count - 1 - k
+        s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        x_tile = load_chunk(x, row, chunk, head, p_block, Q, P, LATENCY)
+        dy_tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
+        b_tile = load_chunk(b, row, chunk, group, 0, Q, N, LATENCY)
+        c_tile = load_chunk(c, row, chunk, group, 0, Q, N, LATENCY)
+        last = last_of(g, Q)
+        enter, leave = ct.exp2(g), ct.exp2(last - g)  # factors from the chunk's start and to its end
+        kept = token[:, None] <= token[None, :]
+        carries = True
+        if HAS_RUNS:
+            run, real, final = run_numbers(runs, row, chunk, Q, dy.shape[1])
+            before = run_before(runs, row, chunk, Q)
+            kept = kept & (run[:, None] == run[None, :])
+            enter = ct.where(run == before, enter, 0.0)
+            leave = ct.where(run == final, leave, 0.0)
+            carries = before == final
+            dy_tile = ct.where(real[:, None], dy_tile, 0.0).astype(dy.dtype)
+        dyf = dy_tile.astype(ct.float32)
+        if HAS_Z:
+            silu, slope = gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))
+            slope = slope * dyf
+            dyf = dyf * silu
+            if HAS_RUNS:
+                dyf, slope = ct.where(real[:, None], dyf, 0.0), ct.where(real[:, None], slope, 0.0)
+            dy_tile = dyf.astype(x.dtype)
+        xf = x_tile.astype(ct.float32)
+
+        # pairs [j, i]: the factor of dy'_i in x_j's gradient, and its part in the gradient of log w_ij
+        w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED))
+        pairs = dot(b_tile, ct.transpose(c_tile), zero_pairs, PASSES) * w
+        if HAS_RUNS:
+            pairs = ct.where(kept, pairs, 0.0)
+        dw = dot(x_tile, ct.transpose(dy_tile), zero_pairs, PASSES) * pairs * s[:, None]
+        dw = ct.where(strict, dw, 0.0)  # the diagonal's weight is constant
+        dg = ct.sum(dw, axis=0) - ct.sum(dw, axis=1)
+        dx_unit = zero_tokens
+        if HAS_ADJOINT:
+            T_cast = T.astype(x.dtype)
+            store_chunk_state(adjoints, row, head, chunk, p_block, T_cast, N, P)
+            dx_unit = dot(b_tile, T_cast, zero_tokens, PASSES) * leave[:, None]
+            leaving = s * ct.sum(dx_unit * xf, axis=1)
+            dg_last = ct.sum(leaving, axis=0, keepdims=True)
+            dg = dg - leaving
+        dx_unit = dot(pairs.astype(x.dtype), dy_tile, dx_unit, PASSES)
+        scaled = dyf * enter[:, None]
+        if HAS_STATE:
+            S = ct.load(states, index=(row, head, chunk, 0, p_block), shape=(1, 1, 1, N, P), padding_mode=ZERO,
+                        latency=LATENCY).reshape((N, P))
+            from_state = dot(c_tile, S, zero_tokens, PASSES)
+            dg = dg + ct.sum(from_state * scaled, axis=1)
+            if HAS_ADJOINT:
+                dg_last = dg_last + decayed(ct.sum(T * S.astype(ct.float32)), last, carries, HAS_RUNS)
+        if HAS_ADJOINT:
+            dg = dg + ct.where(token == Q - 1, dg_last, 0.0)
+        dx_tile = dx_unit * s[:, None]
+        if HAS_D:
+            dx_tile = dx_tile + d * dyf
+            dskip_sum = dskip_sum + ct.sum(dyf * xf, axis=0)
+        if HAS_Z:
+            y = dot(ct.transpose((pairs * s[:, None]).astype(x.dtype)), x_tile, zero_tokens, PASSES)
+            if HAS_STATE:
+                y = y + from_state * enter[:, None]
+            if HAS_D:
+                y = y + d * xf
+            store_tokens(dz, row, chunk, head, p_block, y * slope, Q, P)
+        store_tokens(dx, row, chunk, head, p_block, dx_tile, Q, P)
+        dstep_tile = ct.sum(dx_unit * xf, axis=1)
+        if HAS_RUNS:
+            ddecay_tile = ct.sum(ct.where(kept, dg[None, :], 0.0), axis=1)  # running sums restart with each run
+        else:
+            ddecay_tile = ct.cumsum(dg, axis=0, reverse=True)
+        ct.store(dstep, index=(p_block, row, head, chunk), tile=dstep_tile.reshape((1, 1, 1, Q)))
+        ct.store(ddecay, index=(p_block, row, head, chunk), tile=ddecay_tile.reshape((1, 1, 1, Q)))
+        if HAS_ADJOINT or HAS_INITIAL:
+            T = dot(ct.transpose(c_tile), scaled.astype(c.dtype), decayed(T, last, carries, HAS_RUNS), PASSES)
+
+    if HAS_D:
+        ct.store(dskip, index=(row, head, segment, p_block), tile=dskip_sum.reshape((1, 1, 1, P)))
+    if HAS_INITIAL:  # noqa: SIM102  (one is decided when compiling, the other when running)
+        if segment == 0:
+            ct.store(dinitial, index=(row, head, 0, p_block), tile=T.reshape((1, 1, N, P)), order=(0, 1, 3, 2))
+
+
+def store_tokens(array, row, chunk, head, block, tile, Q, WIDTH):
+    """Stores a tile [Q, WIDTH] where load_tokens reads one, rounded to the array's dtype."""
+    ct.store(array, index=(row, chunk, head, block), tile=tile.astype(array.dtype).reshape((1, Q, 1, WIDTH)))
