@@ -6,10 +6,12 @@ JAX's own.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+
+from jax_ssd import shapes
 
 Activation = Literal["silu"] | None
 
@@ -74,11 +76,19 @@ def causal_conv1d(
       ``y`` with the shape and dtype of ``x``, or ``(y, final_state)``.
 
     Raises:
-      ValueError: a shape or dtype does not fit, or ``activation`` is unknown.
+      ValueError: a shape does not fit, or ``activation`` is unknown.
+      TypeError: a dtype does not fit.
     """
-    _check(x, weight, bias, activation, x.shape[:-2], initial_state, "initial_state")
-    if segment_ids is not None:
-        _check_segment_ids(segment_ids, x)
+    _check(
+        "causal_conv1d",
+        x,
+        weight,
+        bias,
+        activation,
+        token_axes=("...", "seq"),
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+    )
     width = weight.shape[1]
     state = _empty_window(x, width) if initial_state is None else initial_state
     if segment_ids is None:
@@ -112,9 +122,10 @@ def causal_conv1d_step(
       and dtype.
 
     Raises:
-      ValueError: a shape or dtype does not fit, or ``activation`` is unknown.
+      ValueError: a shape does not fit, or ``activation`` is unknown.
+      TypeError: a dtype does not fit.
     """
-    _check(x, weight, bias, activation, x.shape[:-1], state, "state")
+    _check("causal_conv1d_step", x, weight, bias, activation, token_axes=("...",), state=state)
     tokens = _extend(state, x[..., None, :])
     y = _activate(_filter(tokens, weight, bias, 1), activation)
     return tokens[..., 1:, :].astype(state.dtype), y[..., 0, :].astype(x.dtype)
@@ -126,7 +137,7 @@ def _empty_window(x: jax.Array, width: int) -> jax.Array:
 
 def _extend(state: jax.Array, x: jax.Array) -> jax.Array:
     """The window followed by the sequence, in a dtype that holds both exactly."""
-    dtype = jnp.promote_types(state.dtype, x.dtype)
+    dtype = _common(state.dtype, x.dtype)
     return jnp.concatenate([state.astype(dtype), x.astype(dtype)], axis=-2)
 
 
@@ -139,7 +150,7 @@ def _filter(
 ) -> jax.Array:
     """Sums the taps over ``tokens [..., width - 1 + seq, channels]``; ``runs`` cuts the window where runs change."""
     width = weight.shape[1]
-    accumulator = jnp.promote_types(tokens.dtype, jnp.float32)
+    accumulator = _common(tokens.dtype, jnp.float32)
     total = None if bias is None else _per_channel(bias, tokens.ndim, accumulator)
     for tap in range(width):
         seen = tokens[..., tap : tap + seq, :].astype(accumulator)
@@ -193,46 +204,50 @@ def _activate(y: jax.Array, activation: Activation) -> jax.Array:
     return y if activation is None else jax.nn.silu(y)
 
 
-def _per_channel(values: jax.Array, ndim: int, dtype: jnp.dtype) -> jax.Array:
+def _per_channel(values: jax.Array, ndim: int, dtype: Any) -> jax.Array:
     return values.astype(dtype).reshape((1,) * (ndim - 1) + values.shape)
 
 
+def _common(one: Any, other: Any) -> Any:
+    """The smallest type that holds both, also where the caller forbids implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(one, other)
+
+
 def _check(
+    op: str,
     x: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
     activation: Activation,
-    leading: tuple[int, ...],
-    state: jax.Array | None,
-    state_name: str,
+    *,
+    token_axes: tuple[str, ...],
+    **more: jax.Array | None,
 ) -> None:
+    """Shapes, types and options of both functions; ``more`` holds their state and segment ids."""
     if activation not in (None, "silu"):
-        raise ValueError(f"activation must be None or 'silu', got {activation!r}; apply other functions to the result.")
-    if x.ndim < 1 + (state_name == "initial_state"):
-        raise ValueError(f"x must have a channel axis (and a sequence axis before it), got shape {x.shape}.")
-    channels = x.shape[-1]
-    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(
-            f"weight must have shape (channels, width) = ({channels}, >= 1), got {weight.shape}; "
-            "squeeze the middle axis of a torch Conv1d weight, do not flip its taps."
+            f"{op}: activation: expected None or 'silu', got {activation!r}; apply another function to the result."
         )
-    if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"bias must have shape (channels,) = ({channels},), got {bias.shape}.")
-    if state is not None and state.shape != (*leading, weight.shape[1] - 1, channels):
-        raise ValueError(
-            f"{state_name} must have shape (..., width - 1, channels) = {(*leading, weight.shape[1] - 1, channels)}, "
-            f"got {state.shape}; drop the oldest column of a cache that keeps `width` tokens."
-        )
-    for name, array in (("x", x), ("weight", weight), ("bias", bias), (state_name, state)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must have a floating dtype, got {array.dtype}; cast it first.")
-
-
-def _check_segment_ids(segment_ids: jax.Array, x: jax.Array) -> None:
-    if segment_ids.shape != x.shape[:-1]:
-        raise ValueError(
-            f"segment_ids must have shape (..., seq) = {x.shape[:-1]}, got {segment_ids.shape}; "
-            "broadcast one row of ids over the batch explicitly."
-        )
-    if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-        raise ValueError(f"segment_ids must have a signed integer dtype, got {segment_ids.dtype}; cast to int32.")
+    shapes.require_rank(op, "x", x, len(token_axes), f"({', '.join((*token_axes, 'channels'))})")
+    shapes.require_rank(op, "weight", weight, 2, "(channels, width)")
+    if weight.shape[1] == 0:
+        raise ValueError(f"{op}: weight: expected at least one tap, got shape {weight.shape}; the last is the current.")
+    sizes: dict[str, int | tuple[int, ...]] = {
+        "...": x.shape[: -len(token_axes)],
+        "seq": x.shape[-2] if "seq" in token_axes else 1,
+        "channels": x.shape[-1],
+        "width": weight.shape[1],
+        "width - 1": weight.shape[1] - 1,
+    }
+    window = ("...", "width - 1", "channels")
+    expected = {"x": (*token_axes, "channels"), "weight": ("channels", "width"), "bias": ("channels",)}
+    expected |= {"state": window, "initial_state": window, "segment_ids": token_axes}
+    for name, array in {"x": x, "weight": weight, "bias": bias, **more}.items():
+        if array is None:
+            continue
+        if name != "segment_ids":
+            shapes.require_float(op, name, array)
+        elif not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name}: expected an integer type, got {array.dtype.name}; convert it to int32.")
+        shapes.require_shape(op, name, array, expected[name], sizes)

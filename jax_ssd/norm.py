@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ssd import shapes
+
 
 def rms_norm_gated(
     x: jax.Array,
@@ -36,9 +38,10 @@ def rms_norm_gated(
 
     Raises:
       ValueError: a shape does not fit, or ``group_size`` does not divide the features.
+      TypeError: a dtype is not a float.
     """
     _check(x, z, weight, group_size)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     value = x.astype(dtype)
     gate = None if z is None else jax.nn.silu(z.astype(dtype))
     if gate is not None and not norm_before_gate:
@@ -52,19 +55,22 @@ def rms_norm_gated(
 
 
 def _normalise(value: jax.Array, group_size: int, eps: float) -> jax.Array:
-    groups = value.reshape((*value.shape[:-1], value.shape[-1] // group_size, group_size))
+    groups = value.reshape((*value.shape[:-1], value.shape[-1] // max(group_size, 1), group_size))
     mean_square = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
     return (groups * lax.rsqrt(mean_square + jnp.asarray(eps, value.dtype))).reshape(value.shape)
 
 
 def _check(x: jax.Array, z: jax.Array | None, weight: jax.Array | None, group_size: int | None) -> None:
-    if x.ndim < 1 or x.shape[-1] == 0:
-        raise ValueError(f"x must have shape (..., features) with at least one feature, got {x.shape}.")
-    if z is not None and z.shape != x.shape:
-        raise ValueError(f"z must have x's shape {x.shape}, got {z.shape}; merge heads and head_dim in both or neither.")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape (features,) = {x.shape[-1:]}, got {weight.shape}.")
+    op = "rms_norm_gated"
+    shapes.require_rank(op, "x", x, 1, "(..., features)")
+    sizes: dict[str, int | tuple[int, ...]] = {"...": x.shape[:-1], "features": x.shape[-1]}
+    axes = {"x": ("...", "features"), "z": ("...", "features"), "weight": ("features",)}
+    for name, array in (("x", x), ("z", z), ("weight", weight)):
+        if array is not None:
+            shapes.require_float(op, name, array)
+            shapes.require_shape(op, name, array, axes[name], sizes)
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(
-            f"group_size must divide the {x.shape[-1]} features of x, got {group_size}; Mamba-2 uses features / groups."
+            f"{op}: group_size: expected a divisor of the {x.shape[-1]} features of x, got {group_size}; "
+            "Mamba-2 uses features / groups."
         )

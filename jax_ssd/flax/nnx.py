@@ -36,9 +36,7 @@ def _uniform_width(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Arra
     return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("conv_x", "conv_B", "conv_C", "ssm"), meta_fields=()
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("conv_x", "conv_B", "conv_C", "ssm"), meta_fields=())
 @dataclass(frozen=True)
 class Mamba2Carry:
     """What a Mamba-2 layer remembers between tokens; ``...`` are the batch axes.
@@ -222,8 +220,8 @@ class Mamba2(nnx.Module):
         self.param_dtype = param_dtype
         self.state_dtype = state_dtype
         self.precision = precision
-        self.implementation = implementation if implementation is None or isinstance(implementation, str) else tuple(
-            implementation
+        self.implementation = (
+            implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
         )
 
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)

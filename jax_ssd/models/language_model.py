@@ -138,7 +138,7 @@ class LanguageModel(nnx.Module):
         x = self.embedding(tokens)
         carries = []
         for index, block in enumerate(self.blocks):
-            x, carry = run_block(block, x, segment_ids, initial_carry and initial_carry[index])
+            x, carry = run_block(block, x, segment_ids, None if initial_carry is None else initial_carry[index])
             carries.append(carry)
         logits = self._head(x)
         return (logits, tuple(carries)) if return_carry else logits
