@@ -1,0 +1,200 @@
+"""What is installed, what would run here and why, and how to get what is missing. Plain text; always succeeds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+
+from jax_ssd import config, cutile, ffi_targets, nvrtc
+
+_PACKAGES = (
+    "jax_ssd",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "cuda-tile",
+    "nvidia-cuda-tileiras",
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "cuda-core",
+    "cupy-cuda13x",
+    "flax",
+)
+_OLDEST_DRIVER = 580
+_INSTALL = "pip install 'jax_ssd[cuda13]'"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report."""
+    argparse.ArgumentParser(prog="python -m jax_ssd doctor", description=__doc__).parse_args(arguments)
+    print(report())
+    return 0
+
+
+def report() -> str:
+    """The whole report. A section that fails says so and does not keep the others from being written."""
+    sections: dict[str, Callable[[], Iterator[str]]] = {
+        "versions": _versions,
+        "GPUs": _gpus,
+        "kernel compilers": _compilers,
+        "extension": _extension,
+        "settings": _settings,
+        "kernel cache": _cache,
+        "what implementation=None chooses": _choices,
+    }
+    lines = []
+    for title, section in sections.items():
+        lines += ["", title] if lines else [title]
+        try:
+            lines += [f"  {line}" for line in section()]
+        except Exception as error:  # a report on a broken installation must survive what is broken
+            lines.append(f"  failed: {type(error).__name__}: {error}")
+    return "\n".join(lines)
+
+
+def _versions() -> Iterator[str]:
+    yield f"python {platform.python_version()} at {sys.executable}, {platform.platform()}"
+    for name in _PACKAGES:
+        yield f"{name} {_version(name) or 'not installed'}"
+    if not _version("flax"):
+        yield "-> for jax_ssd.flax: pip install 'jax_ssd[flax]'"
+
+
+def _gpus() -> Iterator[str]:
+    found = list(_nvidia_smi())
+    yield from found or ["none found by nvidia-smi"]
+    devices, reason = _cuda_devices()
+    names = [f"{device} (compute capability {device.compute_capability})" for device in devices]
+    yield f"JAX sees {', '.join(names) or 'no CUDA device'}"
+    if found and not devices:
+        yield f"-> {reason}"
+        yield (
+            f"-> {_INSTALL}" if not _version("jax-cuda13-plugin") else "-> check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _nvidia_smi() -> Iterator[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return
+    query = [program, "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield f"nvidia-smi failed: {error}"
+        return
+    for line in result.stdout.splitlines():
+        name, capability, driver = (part.strip() for part in line.split(","))
+        yield f"{name}, compute capability {capability}, driver {driver}"
+        if driver.partition(".")[0].isdigit() and int(driver.partition(".")[0]) < _OLDEST_DRIVER:
+            yield f"-> the driver is too old for CUDA 13: install r{_OLDEST_DRIVER} or later"
+
+
+def _compilers() -> Iterator[str]:
+    for what, module in (("cuTile", cutile), ("CUDA C++", nvrtc)):
+        lacking = module.missing()
+        if lacking is None:
+            yield f"{what}: {module.version()}"
+        else:
+            yield f"{what}: {lacking}; cached kernels can still be used"
+            yield f"-> {_INSTALL}"
+    if cutile.find_tileiras():
+        yield f"tileiras at {cutile.find_tileiras()}"
+    if nvrtc.cuda_headers():
+        yield f"CUDA headers at {nvrtc.cuda_headers()}"
+
+
+def _extension() -> Iterator[str]:
+    reason = ffi_targets.missing()
+    yield "jax_ssd._ffi is built and loads" if reason is None else f"-> {reason}"
+
+
+def _settings() -> Iterator[str]:
+    try:
+        now = config.settings()
+    except ValueError as error:
+        yield f"-> {error}"
+        return
+    values = {
+        "cache_dir": now.cache_dir or "off",
+        "target_arch": ",".join(now.target_arch) or "that of the GPUs JAX sees",
+        "tuning_file": now.tuning_file or "off",
+        "compile_jobs": now.compile_jobs,
+    }
+    for name, value in values.items():
+        variable = config.VARIABLES[name]
+        yield f"{variable} {'is set' if os.environ.get(variable) else 'not set'}: {value}"
+    if now.tuning_file:
+        exists = now.tuning_file.is_file()
+        yield "the tuning file exists" if exists else "there is no tuning file: built-in choices are used"
+
+
+def _cache() -> Iterator[str]:
+    folder = config.settings().cache_dir
+    if folder is None:
+        yield "off: kernels are kept in memory only"
+        return
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    cubins = list(folder.glob("v*/*/*/*.cubin"))
+    yield f"{folder}: {len(cubins)} kernels, {sum(path.stat().st_size for path in cubins) / 1e6:.1f} MB"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield f"-> {existing} cannot be written: kernels are compiled again in each process"
+        yield "-> make it writable, or set JAX_SSD_CACHE_DIR to another folder"
+    elif existing == folder:
+        free = shutil.disk_usage(folder).free
+        yield f"writable, {free / 1e9:.1f} GB free"
+    else:
+        yield f"it will be made on first use (below {existing})"
+
+
+def _choices() -> Iterator[str]:
+    yield "cpu: xla (the kernels are for CUDA)"
+    reasons = list(_kernel_obstacles())
+    if not reasons:
+        yield f"cuda: cutile, compiled for {', '.join(_archs())}; xla where the kernels decline a call"
+        return
+    yield "cuda: xla, because"
+    yield from (f"  {reason}" for reason in reasons)
+
+
+def _kernel_obstacles() -> Iterator[str]:
+    """Everything that keeps the cuTile kernels from being used in a program for CUDA."""
+    extension, compiler = ffi_targets.missing(), cutile.missing()
+    if extension:
+        yield extension
+    if compiler:
+        yield f"{compiler} (kernels that are in the cache need no compiler); {_INSTALL}"
+    try:
+        _archs()
+    except (NotImplementedError, ValueError) as error:
+        yield str(error)
+
+
+def _archs() -> tuple[str, ...]:
+    from jax_ssd import compile as kernels
+
+    return kernels.target_archs()
+
+
+def _cuda_devices():
+    import jax
+
+    try:
+        return jax.devices("cuda"), ""
+    except RuntimeError as error:
+        return [], str(error).splitlines()[0]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
