@@ -9,8 +9,7 @@ namespace {
 // Makes the context of a stream current for a scope.
 class ScopedContext {
  public:
-  ScopedContext(const Driver& driver, CUcontext context)
-      : driver_(driver), result_(driver.cuCtxPushCurrent(context)) {}
+  ScopedContext(const Driver& driver, CUcontext context) : driver_(driver), result_(driver.cuCtxPushCurrent(context)) {}
   ~ScopedContext() {
     CUcontext popped;
     if (result_ == 0) (void)driver_.cuCtxPopCurrent(&popped);
@@ -34,13 +33,13 @@ struct Parameters {
 
 Status EncodeTensorMap(const Driver& driver, const Argument& argument, void* address, CUtensorMap* map) {
   const TensorMapSpec& spec = argument.tensor_map;
-  return CudaStatus(driver,
-                    driver.cuTensorMapEncodeTiled(map, static_cast<int>(spec.data_type), spec.dims.size(), address,
-                                                  spec.dims.data(), spec.strides.data(), spec.box.data(),
-                                                  spec.element_strides.data(), static_cast<int>(spec.interleave),
-                                                  static_cast<int>(spec.swizzle), static_cast<int>(spec.l2_promotion),
-                                                  static_cast<int>(spec.oob_fill)),
-                    "cuTensorMapEncodeTiled");
+  return CudaStatus(
+      driver,
+      driver.cuTensorMapEncodeTiled(map, static_cast<int>(spec.data_type), spec.dims.size(), address, spec.dims.data(),
+                                    spec.strides.data(), spec.box.data(), spec.element_strides.data(),
+                                    static_cast<int>(spec.interleave), static_cast<int>(spec.swizzle),
+                                    static_cast<int>(spec.l2_promotion), static_cast<int>(spec.oob_fill)),
+      "cuTensorMapEncodeTiled");
 }
 
 }  // namespace

@@ -9,9 +9,8 @@ namespace jax_ssd {
 namespace {
 
 constexpr DataType kDataTypes[] = {
-    {1, "pred", 1}, {2, "s8", 1},  {3, "s16", 2},  {4, "s32", 4},  {5, "s64", 8},  {6, "u8", 1},
-    {7, "u16", 2},  {8, "u32", 4}, {9, "u64", 8},  {10, "f16", 2}, {11, "f32", 4}, {12, "f64", 8},
-    {15, "c64", 8}, {16, "bf16", 2},
+    {1, "pred", 1}, {2, "s8", 1},  {3, "s16", 2},  {4, "s32", 4},  {5, "s64", 8},  {6, "u8", 1},   {7, "u16", 2},
+    {8, "u32", 4},  {9, "u64", 8}, {10, "f16", 2}, {11, "f32", 4}, {12, "f64", 8}, {15, "c64", 8}, {16, "bf16", 2},
 };
 
 // Reads the packed bytes. After the first failure every read returns zero and the failure is kept.
@@ -116,8 +115,8 @@ CubinSpec ReadCubin(Reader& in, uint64_t cubin_bytes) {
   if (!in.ok()) return cubin;
   if (cubin.digest.empty()) in.Fail("a cubin has no digest");
   if (cubin.size == 0 || cubin.offset > cubin_bytes || cubin.size > cubin_bytes - cubin.offset) {
-    in.Fail("cubin " + cubin.digest + " lies at [" + std::to_string(cubin.offset) + ", +" +
-            std::to_string(cubin.size) + ") of " + std::to_string(cubin_bytes) + " bytes");
+    in.Fail("cubin " + cubin.digest + " lies at [" + std::to_string(cubin.offset) + ", +" + std::to_string(cubin.size) +
+            ") of " + std::to_string(cubin_bytes) + " bytes");
   }
   return cubin;
 }
