@@ -60,7 +60,7 @@ def settings() -> Settings:
     """The settings that hold here and now. Raises ValueError naming the variable whose value is nonsense."""
     values = _defaults()
     values |= {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
-    return Settings(**(values | _process | _local.get()))
+    return Settings(**(values | _process | dict(_local.get())))
 
 
 def update(**values: Any) -> None:
@@ -82,7 +82,7 @@ def override(**values: Any) -> Iterator[Settings]:
     lowered again because the target architecture changed; call `jax.clear_caches()` or lower a new function.
     """
     _check_names(values)
-    token = _local.set(_local.get() | values)
+    token = _local.set({**_local.get(), **values})
     try:
         yield settings()
     finally:

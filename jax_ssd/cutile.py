@@ -154,7 +154,7 @@ def _assemble(bytecode: bytes, arch: str, opt_level: int) -> bytes:
         )
         if result.returncode == 0 and target.is_file():
             return target.read_bytes()
-    said = (result.stderr.strip() or result.stdout.strip() or "nothing")[-4000:]
+    said = (result.stderr.strip() or result.stdout.strip() or "nothing")[:4000]
     raise CompileError(
         f"tileiras failed with return code {result.returncode}. {_failure_cure(result.returncode)}\nIt said: {said}"
     )

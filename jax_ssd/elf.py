@@ -33,7 +33,7 @@ def kernel_info(cubin: bytes, symbol: str) -> KernelInfo:
     """The figures of one kernel. Raises ValueError if `cubin` is not a cubin or has no kernel of that name."""
     try:
         sections = _sections(cubin)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
         raise ValueError(f"not a cubin: {error}") from error
     text = sections.get(f".text.{symbol}")
     if text is None:

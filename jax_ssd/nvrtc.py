@@ -6,6 +6,7 @@ have to be taught every `-D` of ours.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -19,7 +20,7 @@ from jax_ssd import sources
 from jax_ssd.specs import CompileError, CudaKernel
 
 _CURE = "Install them with `pip install 'jax_ssd[cuda13]'`."
-_STANDARD_OPTIONS = ("--std=c++17", "--generate-line-info", "--device-as-default-execution-space")
+_STANDARD_OPTIONS = ("--std=c++17", "--generate-line-info")
 
 
 def version() -> str | None:
@@ -33,7 +34,7 @@ def missing() -> str | None:
         return "the package cuda-bindings is not installed"
     try:
         _release()
-    except (RuntimeError, OSError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
         return f"NVRTC (package nvidia-cuda-nvrtc) does not load: {error}"
     if cuda_headers() is None:
         return "the CUDA headers (package nvidia-cuda-runtime, or a CUDA 13 toolkit) are not installed"
@@ -60,7 +61,7 @@ def compile_kernel(kernel: CudaKernel, texts: Mapping[str, str], arch: str) -> t
     lacking = missing()
     if lacking:
         raise NotImplementedError(f"CUDA C++ kernels cannot be compiled here: {lacking}. {_CURE}")
-    from cuda.bindings import nvrtc
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
 
     name, text = next(iter(texts.items()))
     program = _call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, [], [])
@@ -98,11 +99,11 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _log(program: Any) -> str:
-    from cuda.bindings import nvrtc
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
 
     log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
     _call(nvrtc.nvrtcGetProgramLog, program, log)
-    return bytes(log).rstrip(b"\0").decode(errors="replace").strip()[-4000:]
+    return bytes(log).rstrip(b"\0").decode(errors="replace").strip()[:4000]  # the first error explains the others
 
 
 @cache
@@ -116,7 +117,7 @@ def _bindings_installed() -> bool:
 @cache
 def _release() -> str:
     """ "13.4": the library's own word. Raises if it cannot be loaded."""
-    from cuda.bindings import nvrtc
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
 
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
