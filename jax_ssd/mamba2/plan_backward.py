@@ -22,6 +22,7 @@ HEAD_AXIS = {
     **dict.fromkeys(("B_partial", "C_partial"), 3),
 }
 GROUPED = ("B", "C", "dB", "dC", "B_partial", "C_partial")  # theirs is an axis of groups
+JOIN_ELEMENTS = 1024  # of a tile that one program takes across all segments
 DT_TOKENS, DT_HEADS = 256, 16  # tile of the kernels that cross between [seq, heads] and [heads, seq]
 
 
@@ -184,15 +185,18 @@ class _Backward:
         rows = (p.batch, p.heads, self.padded)
         chunk_states = (p.batch, self.slice_heads, self.chunks, p.state, p.head_dim)
         segment_states = (p.batch, self.slice_heads, self.segments - 1, p.state, p.head_dim)
+        boundaries = (p.batch, self.slice_heads, self.segments, p.state, p.head_dim)
         groups = (self.config.head_blocks, p.batch, p.seq, p.groups, p.state)
         several, blocks = self.segments > 1, self.config.p_blocks
         buffers = [
             (True, Buffer("step", rows, f32)),
             (True, Buffer("decay", rows, f32)),
             (several, Buffer("segment_ends", segment_states, f32)),
-            (several, Buffer("segment_starts", segment_states, f32)),
+            (several, Buffer("segment_adjoints", segment_states, f32)),
+            (several, Buffer("starts", boundaries, f32)),
+            (several, Buffer("stops", boundaries, f32)),
             (several, Buffer("end_totals", segment_states[:3], f32)),
-            (several, Buffer("start_totals", segment_states[:3], f32)),
+            (several, Buffer("adjoint_totals", segment_states[:3], f32)),
             (self.has_state, Buffer("states", chunk_states, p.dtype)),
             (self.has_adjoint, Buffer("adjoints", chunk_states, p.dtype)),
             (True, Buffer("step_gradient", (blocks, *rows), f32)),
@@ -271,37 +275,54 @@ class _Backward:
             theirs = [*tiles, heads, self.group_heads, config.p_blocks, self.chunks, self.segment_chunks, p.seq]
             arguments = [*views("x", "B", "step", "decay", "runs", "segment_ends", "end_totals"), *theirs, *hints]
             yield self.launch(SEGMENTS, "segment_state", blocks, arguments, config.states_occupancy)
-            arrays = views("dy", "z", "C", "decay", "runs", "segment_starts", "start_totals")
+            arrays = views("dy", "z", "C", "decay", "runs", "segment_adjoints", "adjoint_totals")
             arguments = [*arrays, *sizes, p.has_z, *hints]
             yield self.launch(ADJOINT, "segment_adjoint", blocks, arguments, config.states_occupancy)
+            yield self.join_launch(views)
+        several = self.segments > 1
         if self.has_state:
-            arrays = views("x", "B", "step", "decay", "runs", "initial_state", "segment_ends", "end_totals", "states")
-            arguments = [*arrays, *sizes, p.has_initial_state, *hints]
+            arrays = views("x", "B", "step", "decay", "runs", "starts" if several else "initial_state", "states")
+            arguments = [*arrays, *sizes, several or p.has_initial_state, *hints]
             yield self.launch(ADJOINT, "chunk_states", self.segments * rows, arguments, config.states_occupancy)
-        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs", "dfinal", "states", "segment_starts")
-        outputs = views("start_totals", "adjoints", "dx", "dz", "step_gradient", "decay_gradient", "D_partial")
-        flags = [p.param_rows == 1, p.has_D, p.has_z, self.has_state, self.has_adjoint, p.has_dfinal]
+        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs", "stops" if several else "dfinal", "states")
+        outputs = views("adjoints", "dx", "dz", "step_gradient", "decay_gradient", "D_partial")
+        flags = [p.param_rows == 1, p.has_D, p.has_z, self.has_state, self.has_adjoint, several or p.has_dfinal]
         flags += [p.has_initial_state]
         arguments = [*inputs, *outputs, *views("dinitial_state"), *sizes, *flags, *hints]
         yield self.launch(ADJOINT, "token_gradients", self.segments * rows, arguments, config.tokens_occupancy)
-        yield self.group_launch(turn, views)
+        yield from self.group_launches(turn, views)
 
-    def group_launch(self, turn: int, views: Callable[..., list[ArrayArg]]) -> Launch:
+    def join_launch(self, views: Callable[..., list[ArrayArg]]) -> Launch:
+        """From segments walked alone to the states and adjoints between them."""
+        p = self.problem
+        arrays = views("segment_ends", "end_totals", "initial_state", "starts")
+        arrays += views("segment_adjoints", "adjoint_totals", "dfinal", "stops")
+        width = tile_size(p.head_dim)
+        height = max(1, min(self.N, JOIN_ELEMENTS // width))
+        blocks = self.N // height
+        sizes = [width, height, blocks, self.slice_heads, self.segments]
+        arguments = [*arrays, *sizes, p.has_initial_state, p.has_dfinal, p.has_runs]
+        return self.launch(ADJOINT, "join_segments", 2 * blocks * p.batch * self.slice_heads, arguments)
+
+    def group_launches(self, turn: int, views: Callable[..., list[ArrayArg]]) -> Iterator[Launch]:
         """dB and dC: into the results when the last heads of a group are added, into partial sums before."""
         p, config = self.problem, self.config
         groups, part = self.slice_heads // self.group_heads, turn % self.turns
-        if config.head_blocks == 1 and part == self.turns - 1:
-            outputs = [self.one_block(view) for view in views("dB", "dC")]
-        else:
-            outputs = views("B_partial", "C_partial")
-        earlier = views("B_partial", "C_partial") if part else views("step", "step")
+        complete = config.head_blocks == 1 and part == self.turns - 1
         blocks = config.n_blocks * config.head_blocks * groups * self.chunks * p.batch
-        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "runs", "states", "adjoints")
         sizes = [self.Q, self.P * config.p_blocks, self.N // config.n_blocks, config.n_blocks, self.chunks]
         sizes += [self.group_heads, self.group_heads // config.head_blocks, groups]
-        flags = [p.has_z, self.has_state, self.has_adjoint, p.has_runs, part > 0]
-        arguments = [*inputs, *earlier, *outputs, *sizes, *flags, self.passes, config.latency]
-        return self.launch(GRADIENTS, "group_gradients", blocks, arguments, config.groups_occupancy)
+        for function, name, other, states, present in (
+            ("source_gradient", "B", "C", "adjoints", self.has_adjoint),
+            ("target_gradient", "C", "B", "states", self.has_state),
+        ):
+            partial = views(f"{name}_partial")
+            output = [self.one_block(view) for view in views(f"d{name}")] if complete else partial
+            arrays = [*views("x", "dy", "z", other, "step", "decay", "runs", states), *(partial if part else views("step"))]
+            flags = [p.has_z, present, p.has_runs, part > 0, self.passes, config.latency]
+            yield self.launch(
+                GRADIENTS, function, blocks, [*arrays, *output, *sizes, *flags], config.groups_occupancy
+            )
 
     def one_block(self, view: ArrayArg) -> ArrayArg:
         """dB or dC with a leading axis of one head block."""

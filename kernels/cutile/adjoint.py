@@ -18,9 +18,9 @@ Const = ct.Constant
 MASKED = -1e30  # an exponent whose exp2 is exactly zero
 
 
-def load_state(array, row, head, N, P, block):
-    """Tile [N, P] of [batch, heads, head_dim, state]; zero outside."""
-    return ct.load(array, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
+def load_state(array, row, head, n_block, N, P, p_block):
+    """Tile [N, P] of [batch, heads, head_dim, state]."""
+    return ct.load(array, index=(row, head, n_block, p_block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
                    padding_mode=ZERO).reshape((N, P))
 
 
@@ -29,6 +29,17 @@ def gate(z):
     value = z.astype(ct.float32)
     sigmoid = 1.0 / (1.0 + ct.exp(-value))
     return value * sigmoid, sigmoid * (1.0 + value * (1.0 - sigmoid))
+
+
+def gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, LATENCY):
+    """dy' [Q, P] in dy's dtype; real [Q] is read with HAS_RUNS."""
+    tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
+    if HAS_Z:
+        silu, _ = gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))
+        tile = (tile.astype(ct.float32) * silu).astype(dy.dtype)
+    if HAS_RUNS:
+        tile = ct.where(real[:, None], tile, 0.0).astype(dy.dtype)
+    return tile
 
 
 def decayed(state, decay, carries, HAS_RUNS):
@@ -69,26 +80,19 @@ def segment_adjoint(dy, z, c, decay, runs, starts, totals, Q: Const[int], P: Con
     carried = ct.full((1,), True, dtype=ct.bool_)
     for k in range(count):
         chunk = first + count - 1 - k
-        dy_tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
         c_tile = load_chunk(c, row, chunk, group, 0, Q, N, LATENCY)
         g = load_scalars(decay, row, head, chunk, Q)
         last = last_of(g, Q)
         weight = ct.exp2(g)
+        carries, real = True, weight
         if HAS_RUNS:
             run, real, final = run_numbers(runs, row, chunk, Q, dy.shape[1])
             before = run_before(runs, row, chunk, Q)
             weight = ct.where(run == before, weight, 0.0)
-            dy_tile = ct.where(real[:, None], dy_tile, 0.0).astype(dy.dtype)
             carries = before == final
             carried = carried & carries
-        else:
-            carries = True
-        gated = dy_tile.astype(ct.float32)
-        if HAS_Z:
-            gated = gated * gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))[0]
-            if HAS_RUNS:
-                gated = ct.where(real[:, None], gated, 0.0)
-        scaled = (gated * weight[:, None]).astype(c.dtype)
+        dy_tile = gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, LATENCY)
+        scaled = (dy_tile.astype(ct.float32) * weight[:, None]).astype(c.dtype)
         result = dot(ct.transpose(c_tile), scaled, decayed(result, last, carries, HAS_RUNS), PASSES)
         sum_decay = sum_decay + last
     if HAS_RUNS:
@@ -98,25 +102,76 @@ def segment_adjoint(dy, z, c, decay, runs, starts, totals, Q: Const[int], P: Con
         ct.store(totals, index=(row, head, before_segment), tile=sum_decay.reshape((1, 1, 1)))
 
 
+def load_boundary(array, row, head, segment, N, P, block, SEGMENTS, PRESENT):
+    """Tile [N, P] of the state or adjoint at one end of a segment: see chunk_states."""
+    if not PRESENT:
+        tile = ct.full((N, P), 0.0, dtype=ct.float32)
+    elif SEGMENTS > 1:
+        tile = load_segment(array, row, head, segment, 0, N, P, block)
+    else:
+        tile = load_state(array, row, head, 0, N, P, block)
+    return tile
+
+
+def load_segment(array, row, head, segment, n_block, N, P, p_block):
+    """Tile [N, P] of [batch, heads, segments, state, head_dim]."""
+    return ct.load(array, index=(row, head, segment, n_block, p_block), shape=(1, 1, 1, N, P),
+                   padding_mode=ZERO).reshape((N, P))
+
+
+def store_segment(array, row, head, segment, n_block, tile, N, P, p_block):
+    ct.store(array, index=(row, head, segment, n_block, p_block), tile=tile.reshape((1, 1, 1, N, P)))
+
+
 @ct.kernel
-def chunk_states(x, b, step, decay, runs, initial, ends, totals, states, Q: Const[int], P: Const[int], N: Const[int],
+def join_segments(ends, end_totals, initial, starts, adjoints, adjoint_totals, dfinal, stops, P: Const[int],
+                  N: Const[int], N_BLOCKS: Const[int], HEADS: Const[int], SEGMENTS: Const[int],
+                  HAS_INITIAL: Const[bool], HAS_DFINAL: Const[bool], HAS_RUNS: Const[bool]):
+    """The state at every segment's start and its adjoint at every segment's end, from what the segments give alone.
+
+    ends, end_totals from segment_state; adjoints, adjoint_totals from segment_adjoint; starts, stops [batch, heads,
+    SEGMENTS, state, head_dim] float32. Grid 2 * N_BLOCKS * batch * heads: one direction each, a block of the state.
+    """
+    block = ct.bid(0)
+    backwards, block = block % 2, block // 2
+    n_block, head, row = block % N_BLOCKS, block // N_BLOCKS % HEADS, block // (N_BLOCKS * HEADS)
+    tile = ct.full((N, P), 0.0, dtype=ct.float32)
+    if backwards == 0:
+        if HAS_INITIAL:
+            tile = load_state(initial, row, head, n_block, N, P, 0)
+        store_segment(starts, row, head, 0, n_block, tile, N, P, 0)
+        for k in range(SEGMENTS - 1):
+            tile = joined(tile, ends, end_totals, row, head, k, n_block, N, P, HAS_RUNS)
+            store_segment(starts, row, head, k + 1, n_block, tile, N, P, 0)
+    else:
+        if HAS_DFINAL:
+            tile = load_state(dfinal, row, head, n_block, N, P, 0)
+        store_segment(stops, row, head, SEGMENTS - 1, n_block, tile, N, P, 0)
+        for k in range(SEGMENTS - 1):
+            index = SEGMENTS - 2 - k
+            tile = joined(tile, adjoints, adjoint_totals, row, head, index, n_block, N, P, HAS_RUNS)
+            store_segment(stops, row, head, index, n_block, tile, N, P, 0)
+
+
+def joined(carry, alone, totals, row, head, segment, n_block, N, P, HAS_RUNS):
+    """What a segment makes of a state or adjoint that enters it: that decayed, and what it gives alone."""
+    total = ct.load(totals, index=(row, head, segment), shape=(1, 1, 1)).reshape((1, 1))
+    return decayed(carry, total, total > -INF, HAS_RUNS) + load_segment(alone, row, head, segment, n_block, N, P, 0)
+
+
+@ct.kernel
+def chunk_states(x, b, step, decay, runs, starts, states, Q: Const[int], P: Const[int], N: Const[int],
                  P_BLOCKS: Const[int], HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int],
-                 SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_INITIAL: Const[bool],
+                 SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_START: Const[bool],
                  HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
     """Stores the state at every chunk's start: states [batch, heads, chunks, state, head_dim] in x's dtype.
 
-    Grid SEGMENTS * batch * heads * P_BLOCKS. The segment's own start is the sum of what the earlier segments leave:
-    ends [batch, heads, segments - 1, state, head_dim] and totals [batch, heads, segments - 1], of segment_state.
+    Grid SEGMENTS * batch * heads * P_BLOCKS. starts: of each segment [batch, heads, SEGMENTS, state, head_dim] float32,
+    or with one segment the initial state [batch, heads, head_dim, state]; without HAS_START it is zero.
     """
     row, segment, head, p_block = this_block(HEADS, SEGMENTS, P_BLOCKS)
     group = head // HEADS_PER_GROUP
-    if HAS_INITIAL:
-        state = load_state(initial, row, head, N, P, p_block)
-    else:
-        state = ct.full((N, P), 0.0, dtype=ct.float32)
-    if SEGMENTS > 1:
-        for j in range(segment):
-            state = passed(state, ends, totals, row, head, j, p_block, N, P, HAS_RUNS)
+    state = load_boundary(starts, row, head, segment, N, P, p_block, SEGMENTS, HAS_START)
     first = segment * SEGMENT_CHUNKS
     store_chunk_state(states, row, head, first, p_block, state, N, P)
     for chunk in range(first, first + chunks_of(segment, SEGMENT_CHUNKS, CHUNKS) - 1):
@@ -136,26 +191,19 @@ def store_chunk_state(states, row, head, chunk, p_block, state, N, P):
     ct.store(states, index=(row, head, chunk, 0, p_block), tile=state.astype(states.dtype).reshape((1, 1, 1, N, P)))
 
 
-def passed(carry, contribution, total, row, head, segment, p_block, N, P, HAS_RUNS):
-    """What one segment makes of a state or adjoint that enters it: its decay, then its own contribution."""
-    log2_factor = ct.load(total, index=(row, head, segment), shape=(1, 1, 1)).reshape((1, 1))
-    own = ct.load(contribution, index=(row, head, segment, 0, p_block), shape=(1, 1, 1, N, P),
-                  padding_mode=ZERO).reshape((N, P))
-    return decayed(carry, log2_factor, log2_factor > -INF, HAS_RUNS) + own
-
-
 @ct.kernel
-def token_gradients(x, dy, z, b, c, step, decay, skip, runs, dfinal, states, starts, totals, adjoints, dx, dz,
+def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjoints, dx, dz,
                     dstep, ddecay, dskip, dinitial, Q: Const[int], P: Const[int], N: Const[int], P_BLOCKS: Const[int],
                     HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int], SEGMENT_CHUNKS: Const[int],
                     HEADS_PER_GROUP: Const[int], SHARED_PARAMS: Const[bool], HAS_D: Const[bool], HAS_Z: Const[bool],
-                    HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_DFINAL: Const[bool], HAS_INITIAL: Const[bool],
+                    HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_STOP: Const[bool], HAS_INITIAL: Const[bool],
                     HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
     """Walks the chunks of a segment backwards with T in registers; everything that belongs to one token of one head.
 
     Writes dx, dz; dstep and ddecay [P_BLOCKS, batch, heads, padded seq] float32, the gradients of s (direct) and of a
     step's log decay, a sum over the P-blocks still to take; dskip [batch, heads, segments, head_dim] float32;
     adjoints [batch, heads, chunks, state, head_dim] (x's dtype), every chunk's T; dinitial at the row's first chunk.
+    stops: the adjoint of each segment's end state, in the forms of chunk_states' starts, zero without HAS_STOP.
     HAS_STATE: states hold something. HAS_ADJOINT: some chunk's end matters (more than one chunk, or dfinal is given).
     Grid SEGMENTS * batch * heads * P_BLOCKS.
     """
@@ -166,12 +214,7 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, dfinal, states, sta
     token = ct.arange(Q, dtype=ct.int32)
     strict = token[:, None] < token[None, :]
     zero_pairs, zero_tokens = ct.full((Q, Q), 0.0, dtype=ct.float32), ct.full((Q, P), 0.0, dtype=ct.float32)
-    T = ct.full((N, P), 0.0, dtype=ct.float32)
-    if HAS_DFINAL:
-        T = load_state(dfinal, row, head, N, P, p_block)
-    if SEGMENTS > 1:
-        for k in range(SEGMENTS - 1 - segment):
-            T = passed(T, starts, totals, row, head, SEGMENTS - 2 - k, p_block, N, P, HAS_RUNS)
+    T = load_boundary(stops, row, head, segment, N, P, p_block, SEGMENTS, HAS_STOP)
     if HAS_D:
         d = ct.load(skip, index=(param_row(row, SHARED_PARAMS), head, p_block), shape=(1, 1, P),
                     padding_mode=ZERO).reshape((1, P))

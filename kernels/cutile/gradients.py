@@ -5,7 +5,7 @@ P-blocks, segments and token tiles in kernels of their own; nothing is added ato
 """
 import cuda.tile as ct
 
-from .adjoint import MASKED, gate
+from .adjoint import MASKED, gated
 from .decay import FLOOR, LOG2E, ZERO, param_row, run_numbers, softplus
 from .precision import dot
 from .segments import last_of, load_chunk, load_scalars, run_before
@@ -13,86 +13,107 @@ from .segments import last_of, load_chunk, load_scalars, run_before
 Const = ct.Constant
 
 
-@ct.kernel
-def group_gradients(x, dy, z, b, c, step, decay, runs, states, adjoints, earlier_db, earlier_dc, db, dc,
-                    Q: Const[int], P: Const[int], N: Const[int], N_BLOCKS: Const[int], CHUNKS: Const[int],
-                    GROUP_HEADS: Const[int], BLOCK_HEADS: Const[int], GROUPS: Const[int], HAS_Z: Const[bool],
-                    HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_RUNS: Const[bool], ACCUMULATE: Const[bool],
-                    PASSES: Const[int], LATENCY: Const[int]):
-    """dB and dC of one chunk, group and block of N state columns, summed over a block of heads.
-
-    states, adjoints: [batch, heads, chunks, state, head_dim], S and T of every chunk. db, dc: [head_blocks, batch, seq,
-    groups, state], float32 partial sums or, with one head block and nothing to come, the gradients themselves; with
-    ACCUMULATE on top of what an earlier slice of the same group left in earlier_db and earlier_dc. The arrays are of
-    GROUPS groups with GROUP_HEADS heads each. Grid N_BLOCKS * (GROUP_HEADS / BLOCK_HEADS) * GROUPS * CHUNKS * batch.
-    """
-    HEAD_BLOCKS = GROUP_HEADS // BLOCK_HEADS
+def group_block(N_BLOCKS, HEAD_BLOCKS, GROUPS, CHUNKS):
+    """This block's (row, chunk, group, head block, N-block)."""
     block = ct.bid(0)
     n_block, block = block % N_BLOCKS, block // N_BLOCKS
     head_block, block = block % HEAD_BLOCKS, block // HEAD_BLOCKS
     group, block = block % GROUPS, block // GROUPS
-    chunk, row = block % CHUNKS, block // CHUNKS
-    first = group * GROUP_HEADS + head_block * BLOCK_HEADS
+    return block // CHUNKS, block % CHUNKS, group, head_block, n_block
+
+
+@ct.kernel
+def source_gradient(x, dy, z, c, step, decay, runs, adjoints, earlier, db, Q: Const[int], P: Const[int], N: Const[int],
+                    N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int], BLOCK_HEADS: Const[int],
+                    GROUPS: Const[int], HAS_Z: Const[bool], HAS_ADJOINT: Const[bool], HAS_RUNS: Const[bool],
+                    ACCUMULATE: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+    """dB of one chunk, group and block of N state columns, summed over a block of heads.
+
+    adjoints [batch, heads, chunks, state, head_dim]: T of every chunk. db [head_blocks, batch, seq, groups, state]:
+    float32 partial sums or, with one head block and nothing to come, the gradient itself; with ACCUMULATE on top of what
+    an earlier slice of the same group left in `earlier`. The arrays are of GROUPS groups with GROUP_HEADS heads each.
+    Grid N_BLOCKS * (GROUP_HEADS / BLOCK_HEADS) * GROUPS * CHUNKS * batch.
+    """
+    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
     token = ct.arange(Q, dtype=ct.int32)
-    kept = token[:, None] <= token[None, :]
+    kept = token[:, None] <= token[None, :]  # [j, i]
+    if HAS_RUNS:
+        run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
+        kept = kept & (run[:, None] == run[None, :])
+    else:
+        real = kept
+    c_tile = load_chunk(c, row, chunk, group, n_block, Q, N, LATENCY)
+    total = ct.full((Q, N), 0.0, dtype=ct.float32)
+    for k in range(BLOCK_HEADS):
+        head = group * GROUP_HEADS + head_block * BLOCK_HEADS + k
+        s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
+        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
+        w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED)) * s[:, None]
+        pairs = dot(x_tile, ct.transpose(dy_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
+        if HAS_RUNS:
+            pairs = ct.where(kept, pairs, 0.0)
+        total = dot(pairs.astype(x.dtype), c_tile, total, PASSES)
+        if HAS_ADJOINT:
+            leave = s * ct.exp2(last_of(g, Q) - g)
+            if HAS_RUNS:
+                leave = ct.where(run == final, leave, 0.0)
+            T = load_chunk_state(adjoints, row, head, chunk, N, P, n_block, LATENCY)
+            scaled = (x_tile.astype(ct.float32) * leave[:, None]).astype(x.dtype)
+            total = dot(scaled, ct.transpose(T), total, PASSES)
+    store_group(db, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
+
+
+@ct.kernel
+def target_gradient(x, dy, z, b, step, decay, runs, states, earlier, dc, Q: Const[int], P: Const[int], N: Const[int],
+                    N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int], BLOCK_HEADS: Const[int],
+                    GROUPS: Const[int], HAS_Z: Const[bool], HAS_STATE: Const[bool], HAS_RUNS: Const[bool],
+                    ACCUMULATE: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+    """dC in the same way, from states [batch, heads, chunks, state, head_dim], S of every chunk."""
+    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
+    token = ct.arange(Q, dtype=ct.int32)
+    kept = token[:, None] >= token[None, :]  # [i, j]
     if HAS_RUNS:
         run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
         before = run_before(runs, row, chunk, Q)
         kept = kept & (run[:, None] == run[None, :])
+    else:
+        real = kept
     b_tile = load_chunk(b, row, chunk, group, n_block, Q, N, LATENCY)
-    c_tile = load_chunk(c, row, chunk, group, n_block, Q, N, LATENCY)
-    zero_pairs = ct.full((Q, Q), 0.0, dtype=ct.float32)
-    db_sum, dc_sum = ct.full((Q, N), 0.0, dtype=ct.float32), ct.full((Q, N), 0.0, dtype=ct.float32)
+    total = ct.full((Q, N), 0.0, dtype=ct.float32)
     for k in range(BLOCK_HEADS):
-        head = first + k
+        head = group * GROUP_HEADS + head_block * BLOCK_HEADS + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
-        dy_tile = load_chunk(dy, row, chunk, head, 0, Q, P, LATENCY)
-        if HAS_RUNS:
-            dy_tile = ct.where(real[:, None], dy_tile, 0.0).astype(dy.dtype)
-        dyf = dy_tile.astype(ct.float32)
-        if HAS_Z:
-            dyf = dyf * gate(load_chunk(z, row, chunk, head, 0, Q, P, LATENCY))[0]
-            if HAS_RUNS:
-                dyf = ct.where(real[:, None], dyf, 0.0)
-            dy_tile = dyf.astype(x.dtype)
-        w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED)) * s[:, None]
-        pairs = dot(x_tile, ct.transpose(dy_tile), zero_pairs, PASSES) * w
+        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
+        w = ct.exp2(ct.where(kept, g[:, None] - g[None, :], MASKED)) * s[None, :]
+        pairs = dot(dy_tile, ct.transpose(x_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
         if HAS_RUNS:
             pairs = ct.where(kept, pairs, 0.0)
-        pairs = pairs.astype(x.dtype)
-        db_sum = dot(pairs, c_tile, db_sum, PASSES)
-        dc_sum = dot(ct.transpose(pairs), b_tile, dc_sum, PASSES)
+        total = dot(pairs.astype(x.dtype), b_tile, total, PASSES)
         if HAS_STATE:
-            S = load_chunk_state(states, row, head, chunk, N, P, n_block, LATENCY)
             enter = ct.exp2(g)
             if HAS_RUNS:
                 enter = ct.where(run == before, enter, 0.0)
-            dc_sum = dot((dyf * enter[:, None]).astype(x.dtype), ct.transpose(S), dc_sum, PASSES)
-        if HAS_ADJOINT:
-            T = load_chunk_state(adjoints, row, head, chunk, N, P, n_block, LATENCY)
-            leave = s * ct.exp2(last_of(g, Q) - g)
-            if HAS_RUNS:
-                leave = ct.where(run == final, leave, 0.0)
-            db_sum = dot((x_tile.astype(ct.float32) * leave[:, None]).astype(x.dtype), ct.transpose(T), db_sum,
-                         PASSES)
+            S = load_chunk_state(states, row, head, chunk, N, P, n_block, LATENCY)
+            scaled = (dy_tile.astype(ct.float32) * enter[:, None]).astype(x.dtype)
+            total = dot(scaled, ct.transpose(S), total, PASSES)
+    store_group(dc, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
+
+
+def store_group(array, earlier, row, chunk, group, head_block, n_block, tile, Q, N, ACCUMULATE):
+    """Stores a tile [Q, N] into [head_blocks, batch, seq, groups, state], rounded to the array's dtype."""
     index = (head_block, row, chunk, group, n_block)
+    tile = tile.reshape((1, 1, Q, 1, N))
     if ACCUMULATE:
-        db_sum = db_sum + load_group(earlier_db, index, Q, N)
-        dc_sum = dc_sum + load_group(earlier_dc, index, Q, N)
-    ct.store(db, index=index, tile=db_sum.astype(db.dtype).reshape((1, 1, Q, 1, N)))
-    ct.store(dc, index=index, tile=dc_sum.astype(dc.dtype).reshape((1, 1, Q, 1, N)))
+        tile = tile + ct.load(earlier, index=index, shape=(1, 1, Q, 1, N), padding_mode=ZERO)
+    ct.store(array, index=index, tile=tile.astype(array.dtype))
 
 
 def load_chunk_state(array, row, head, chunk, N, P, n_block, LATENCY):
     """Tile [N, P] of [batch, heads, chunks, state, head_dim]."""
     return ct.load(array, index=(row, head, chunk, n_block, 0), shape=(1, 1, 1, N, P), padding_mode=ZERO,
                    latency=LATENCY).reshape((N, P))
-
-
-def load_group(array, index, Q, N):
-    """Tile [Q, N] of [head_blocks, batch, seq, groups, state]."""
-    return ct.load(array, index=index, shape=(1, 1, Q, 1, N), padding_mode=ZERO).reshape((Q, N))
 
 
 @ct.kernel
