@@ -1,0 +1,211 @@
+"""The NNX layer: hand-over, steps, padding, packing, initialisation, sharding, what happens without flax."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_ssd.flax.nnx import Mamba2, Mamba2Carry
+
+FEATURES = 16
+SIZES = {"state_dim": 8, "head_dim": 8, "num_groups": 2, "chunk_size": 4, "implementation": "xla"}
+
+
+def build(**changes) -> Mamba2:
+    return Mamba2(FEATURES, **{**SIZES, **changes}, rngs=nnx.Rngs(0))
+
+
+def make(seed: int, *shape: int, dtype=np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graphdef, params, x, segment_ids, carry):
+    return nnx.merge(graphdef, params)(x, segment_ids=segment_ids, initial_carry=carry, return_carry=True)
+
+
+def run(layer: Mamba2, x, segment_ids=None, carry=None):
+    return _run(*nnx.split(layer), x, segment_ids, carry)
+
+
+@jax.jit
+def _filled(carry: Mamba2Carry) -> Mamba2Carry:
+    leaves, treedef = jax.tree.flatten(carry)
+    return treedef.unflatten([jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(leaves)])
+
+
+def assert_close(got, want, tolerance=2e-5):
+    """Float32 sums of a few dozen terms of size one, in another order."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
+
+
+VARIANTS = {
+    "plain": {},
+    "gate inside": {"use_norm": False, "per_channel_D": True, "use_bias": True, "use_conv_bias": False},
+    "gate after norm": {"norm_before_gate": True, "conv_width": 1, "dt_limit": (0.01, 0.05)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_and_steps_equal_the_whole(variant):
+    layer = build(**VARIANTS[variant])
+    x, start = make(0, 2, 13, FEATURES), _filled(layer.initialize_carry((2, FEATURES)))
+    want, final = run(layer, x, carry=start)
+    assert want.shape == x.shape
+
+    first, middle = run(layer, x[:, :5], carry=start)
+    second, last = run(layer, x[:, 5:], carry=middle)
+    assert_close(jnp.concatenate([first, second], axis=1), want)
+    assert_close(last, final)
+
+    graphdef, params = nnx.split(layer)
+    decode = jax.jit(lambda params, carry, x: jax.lax.scan(nnx.merge(graphdef, params).step, carry, x))
+    before = jax.tree.map(np.array, start)
+    last, y = decode(params, start, jnp.moveaxis(x, 1, 0))
+    assert_close(jnp.moveaxis(y, 0, 1), want)
+    assert_close(last, final)
+    jax.tree.map(np.testing.assert_array_equal, start, before)
+
+
+def test_padded_prompts_equal_prompts_alone():
+    layer = build(use_bias=True)
+    # silu(bias) != 0 must not leak from the padding, nor the bias of the output show in it.
+    layer.x_conv.bias[...] = jnp.ones_like(layer.x_conv.bias[...])
+    layer.out_proj.bias[...] = jnp.ones_like(layer.out_proj.bias[...])
+    x = make(0, 11, FEATURES)
+    ids = jnp.asarray([-1, -1, -1, 0, 0, 0, -1, 0, 0, 0, -1])
+    real = np.asarray(ids) >= 0
+    want, carry = run(layer, x[real])
+    got, padded_carry = run(layer, jnp.where((ids < 0)[:, None], jnp.nan, x), ids)
+    assert_close(got[real], want)
+    np.testing.assert_array_equal(got[~real], 0.0)
+    assert_close(padded_carry, carry)
+
+
+def test_packed_segments_equal_separate_runs():
+    layer = build()
+    x = make(0, 12, FEATURES)
+    ids = jnp.asarray([4] * 3 + [1] * 8 + [4])
+    start = _filled(layer.initialize_carry((FEATURES,)))
+    got, carry = run(layer, x, ids, start)
+    parts = [run(layer, x[:3], carry=start)[0], run(layer, x[3:11])[0], run(layer, x[11:])[0]]
+    assert_close(got, jnp.concatenate(parts))
+    assert_close(carry, run(layer, x[11:])[1])
+
+
+def test_gradient_through_steps_equals_gradient_through_the_sequence():
+    layer = build()
+    graphdef, params = nnx.split(layer)
+    x = make(0, 2, 7, FEATURES)
+
+    def sequence(params):
+        return (nnx.merge(graphdef, params)(x) ** 2).sum()
+
+    def steps(params):
+        layer = nnx.merge(graphdef, params)
+        _, y = jax.lax.scan(layer.step, layer.initialize_carry((2, FEATURES)), jnp.moveaxis(x, 1, 0))
+        return (y**2).sum()
+
+    assert_close(jax.jit(jax.grad(steps))(params), jax.jit(jax.grad(sequence))(params), 1e-4)
+
+
+def test_equals_the_definition():
+    layer = build()
+    graphdef, params = nnx.split(layer)
+    reference = nnx.merge(nnx.graphdef(build(implementation="reference")), params)
+    x = make(0, 2, 13, FEATURES)
+    assert_close(run(layer, x), run(reference, x))
+
+
+def test_initialisation():
+    layer = Mamba2(64, state_dim=16, head_dim=2, implementation="xla", rngs=nnx.Rngs(3))
+    A = np.exp(layer.A_log[...])
+    assert A.shape == (64,) and (A >= 1).all() and (A <= 16).all() and A.std() > 2
+    dt = np.log1p(np.exp(np.asarray(layer.dt_bias[...], np.float64)))
+    assert (dt > 0.99e-3).all() and (dt < 1.01e-1).all() and np.log10(dt).std() > 0.3
+    assert (np.asarray(layer.D[...]) == 1).all() and (np.asarray(layer.norm.scale[...]) == 1).all()
+    for kernel, bound in (
+        (layer.z_proj.kernel, 64**-0.5),
+        (layer.dt_proj.kernel, 64**-0.5),
+        (layer.out_proj.kernel, 128**-0.5),
+        (layer.x_conv.kernel, 0.5),
+        (layer.B_conv.bias, 0.5),
+    ):
+        largest = np.abs(kernel[...]).max()
+        assert 0.8 * bound < largest <= bound
+
+
+def test_floor_of_dt():
+    layer = build(dt_init=(1e-9, 1e-8, 1e-4))
+    np.testing.assert_allclose(np.log1p(np.exp(np.asarray(layer.dt_bias[...], np.float64))), 1e-4, rtol=1e-3)
+
+
+def test_parameters_of_a_bfloat16_layer():
+    layer = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, state_dtype=jnp.bfloat16)
+    for parameter in (layer.A_log, layer.dt_bias, layer.D, layer.norm.scale):
+        assert parameter[...].dtype == jnp.float32
+    for parameter in (layer.x_proj.kernel, layer.dt_proj.kernel, layer.x_conv.kernel, layer.out_proj.kernel):
+        assert parameter[...].dtype == jnp.bfloat16
+    x = make(0, 2, 9, FEATURES, dtype=jnp.bfloat16)
+    y, carry = run(layer, x)
+    empty = layer.initialize_carry((2, FEATURES))
+    assert y.dtype == jnp.bfloat16
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), carry) == jax.tree.map(lambda a: (a.shape, a.dtype), empty)
+
+
+def test_heads_shard_over_a_mesh():
+    """Everything head-major cut over two devices, B and C replicated: same numbers, split where it was asked."""
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x = make(0, 2, 13, FEATURES)
+    want = run(build(), x)
+    with jax.set_mesh(mesh):
+        layer = build(
+            kernel_metadata={"out_sharding": (None, "model")},
+            conv_metadata={"out_sharding": ("model", None)},
+            out_kernel_metadata={"out_sharding": ("model", None)},
+            head_metadata={"out_sharding": ("model",)},
+        )
+        assert layer.x_proj.kernel[...].sharding.spec == P(None, "model")
+        assert layer.A_log[...].sharding.spec == P("model")
+        got = run(layer, x)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"), [("head_dim.*32", {"head_dim": 5}), ("num_groups.*4 heads", {"num_groups": 3})]
+)
+def test_sizes_that_do_not_divide_are_named(words, changes):
+    with pytest.raises(ValueError, match=words):
+        build(**changes)
+
+
+def test_wrong_features_are_named():
+    layer = build()
+    with pytest.raises(ValueError, match="in_features = 16"):
+        layer(jnp.zeros((2, 3, 8)))
+    with pytest.raises(ValueError, match=r"\(\.\.\., 16\)"):
+        layer.initialize_carry((2, 3))
+
+
+def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
+    program = (
+        "import sys; sys.modules['flax'] = None\n"
+        "import jax_ssd\n"
+        "for name in ('jax_ssd.flax.nnx', 'jax_ssd.models'):\n"
+        "    try:\n"
+        "        __import__(name)\n"
+        "    except ImportError as error:\n"
+        "        assert 'pip install jax_ssd[flax]' in str(error), error\n"
+        "    else:\n"
+        "        raise SystemExit('imported without flax')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
