@@ -1,0 +1,174 @@
+"""Runs one pass of one case on a torch implementation, captured in a CUDA graph (called directly without a GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import rows, timing
+from benchmarks.cases import Case
+from benchmarks.floors import necessary_bytes
+from benchmarks.inputs import PARAMETERS, checked_row, dtypes, kept_tokens, operand_names, shapes
+from benchmarks.peers.base import Peer, Variant
+from benchmarks.reference import relative_error
+
+Tensors = dict[str, torch.Tensor]
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize(_: Any = None) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(
+    peer: Peer, case: Case, pass_name: str, variant: Variant, reference: dict[str, np.ndarray], effort: timing.Effort
+) -> dict[str, Any]:
+    calls = timing.calls_per_program(necessary_bytes(case, pass_name), peer.most_calls)
+    sets = [random_operands(case, seed) for seed in range(calls)]
+    call = _call(peer, case, pass_name, variant)
+    used = _peak_memory(lambda: call(sets[0]))  # the first call also compiles and tunes
+    used = _peak_memory(lambda: call(sets[0]))
+    execute, outputs = _capture(lambda: [call(one) for one in sets])
+
+    saved = {name: tensor.clone() for name, tensor in sets[0].items()}
+    _plant(case, sets[0])
+    outputs = execute() or outputs
+    synchronize()
+    errors = _errors(case, pass_name, outputs[0], sets[0], reference)
+    problems = _distinct_and_finite([output[0] for output in outputs])
+    with torch.no_grad():
+        for name, tensor in sets[0].items():
+            tensor.copy_(saved[name])  # a cotangent of zeros would make the timed call cheaper than a real one
+    del saved
+
+    time = timing.measure(execute, synchronize, calls, effort)
+    return rows.measured(
+        case, pass_name, peer.name, time, errors, problems,
+        variant=variant, memory={"peak": used}, rotation_bytes=calls * necessary_bytes(case, pass_name),
+    )  # fmt: skip
+
+
+def random_operands(case: Case, seed: int) -> Tensors:
+    """As the JAX side draws them: every operand, dy and the step's state."""
+    size, kind = shapes(case), dtypes(case)
+    generator = torch.Generator(device()).manual_seed(seed)
+
+    def uniform(name: str, low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(size[name], generator=generator, device=device())
+
+    drawn = {
+        name: torch.randn(size[name], generator=generator, device=device(), dtype=getattr(torch, kind[name]))
+        for name in size
+    }
+    step = torch.exp(uniform("dt", float(np.log(1e-3)), float(np.log(1e-1))))
+    drawn["dt"] = torch.log(torch.expm1(step)) if case.softplus else step
+    drawn["A"] = -uniform("A", 1.0, 16.0)
+    drawn["dt_bias"] *= 0.1
+    return drawn
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device())
+    return torch.from_numpy(array).to(device())
+
+
+def _plant(case: Case, drawn: Tensors) -> None:
+    """Writes the checked row into `drawn`, which a captured graph reads: see measure_jax.plant."""
+    with torch.no_grad():
+        for name, value in checked_row(case).items():
+            if name in PARAMETERS:
+                drawn[name].copy_(_tensor(value))
+                continue
+            if name == "dy":
+                drawn[name].zero_()
+            drawn[name][-1].copy_(_tensor(value)[0])
+
+
+def _call(peer: Peer, case: Case, pass_name: str, variant: Variant) -> Callable[[Tensors], tuple[torch.Tensor, Any]]:
+    """(inputs) -> (y, gradients or None). The step updates `state_in` in place."""
+    names = operand_names(case)
+    if pass_name == "forward":
+        forward = peer.forward(case, variant)
+
+        def run_forward(drawn: Tensors) -> tuple[torch.Tensor, Any]:
+            with torch.no_grad():
+                return forward(*(drawn[name] for name in names)), None
+
+        return run_forward
+    if pass_name == "forward_backward":
+        both = peer.forward_backward(case, variant)
+        return lambda drawn: both(tuple(drawn[name] for name in names), drawn["dy"])
+    step = peer.step(case, variant)
+
+    def run_step(drawn: Tensors) -> tuple[torch.Tensor, Any]:
+        token = (drawn[name] if name in PARAMETERS else drawn[name][:, 0] for name in names)
+        with torch.no_grad():
+            return step(drawn["state_in"], *token)[1], None
+
+    return run_step
+
+
+def _peak_memory(run: Callable[[], Any]) -> int:
+    """Bytes allocated beyond what was there, at the worst moment of one call (its outputs included)."""
+    if not torch.cuda.is_available():
+        run()
+        return 0
+    synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """A function that runs the program once more, and the program's outputs (which a graph writes in place)."""
+    if not torch.cuda.is_available():
+        return run, run()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+
+    def execute() -> None:
+        graph.replay()
+
+    return execute, outputs
+
+
+def _errors(
+    case: Case, pass_name: str, output: tuple[torch.Tensor, Any], drawn: Tensors, reference: dict[str, np.ndarray]
+) -> dict[str, float]:
+    y, gradients = output
+    if pass_name == "step":
+        got = {"y": (y[-1], "step_y"), "state": (drawn["state_in"][-1], "step_state")}
+    else:
+        kept = torch.from_numpy(kept_tokens(case.seq)).to(device())
+        got = {"y": (y[-1][kept], "y")}
+        for name, value in zip(operand_names(case), gradients or (), strict=False):
+            got[f"d{name}"] = (value if name in PARAMETERS else value[-1][kept], f"d{name}")
+    return {
+        name: relative_error(value.detach().float().cpu().numpy(), reference[key]) for name, (value, key) in got.items()
+    }
+
+
+def _distinct_and_finite(ys: list[torch.Tensor]) -> list[str]:
+    sums = [float(y.detach().abs().sum(dtype=torch.float32)) for y in ys]
+    problems = []
+    if not all(np.isfinite(sums)) or 0.0 in sums:
+        problems.append("an output is zero or not finite")
+    if len(set(sums)) != len(sums):
+        problems.append("two calls on different inputs gave the same output")
+    return problems

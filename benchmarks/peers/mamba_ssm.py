@@ -1,0 +1,158 @@
+"""mamba_ssm's Triton kernels. They tune themselves on first use, which costs more than measuring them does.
+
+Tuning here is cut in two ways that change no kernel: the configurations of a kernel are compiled side by side in
+threads before Triton times them, and "quick" tuning leaves only a few. The chosen ones are noted in the result file.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.peers.base import Options, Peer, Variant, version_of
+
+_MODULES = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
+
+
+class MambaSsm(Peer):
+    name = "mamba_ssm"
+    framework = "torch"
+    most_calls = 8
+
+    def __init__(self, options: Options) -> None:
+        self.chunks = (128, 256) if options.peer_autotune == "quick" else (64, 128, 256)
+        self.tuners = dict(_autotuners())
+        self.spaces = {name: len(tuner.configs) for name, tuner in self.tuners.items()}
+        for tuner in self.tuners.values():
+            if options.peer_autotune == "quick":
+                tuner.configs = sorted(tuner.configs, key=_distance)[: options.peer_configs]
+            tuner._do_bench = _short_bench
+        _compile_side_by_side()
+
+    def refuses(self, case: Case, pass_name: str) -> str | None:
+        if pass_name == "decode":
+            return "torch has no scan; see step"
+        return None
+
+    def variants(self, case: Case, pass_name: str) -> list[Variant]:
+        if pass_name == "step":
+            return [{}]
+        # A chunk longer than the row only pads it.
+        fitting = [size for size in self.chunks if size <= case.seq]
+        return [{"chunk_size": size} for size in fitting or self.chunks[:1]]
+
+    def forward(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        return lambda x, dt, A, B, C, D, dt_bias=None: mamba_chunk_scan_combined(
+            x, dt, A, B, C, variant["chunk_size"], D=D, dt_bias=dt_bias, dt_softplus=case.softplus
+        )
+
+    def forward_backward(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        import torch
+
+        forward = self.forward(case, variant)
+
+        def both(operands: tuple[Any, ...], dy: Any) -> tuple[Any, tuple[Any, ...]]:
+            leaves = [operand.detach().requires_grad_() for operand in operands]
+            y = forward(*leaves)
+            return y, torch.autograd.grad(y, leaves, dy)
+
+        return both
+
+    def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+        def call(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> tuple[Any, Any]:
+            # Per-head values are given as views of stride 0, which is how the kernel knows that they are per head.
+            wide = (case.heads, case.head_dim)
+            dt = dt[..., None].expand(-1, -1, case.head_dim)
+            a = A[:, None, None].expand(*wide, case.state)
+            bias = None if dt_bias is None else dt_bias[:, None].expand(wide)
+            d = D[:, None].expand(wide)
+            return state, selective_state_update(state, x, dt, a, B, C, D=d, dt_bias=bias, dt_softplus=case.softplus)
+
+        return call
+
+    def notes(self) -> dict[str, Any]:
+        chosen = {
+            name: {str(key): str(config) for key, config in tuner.cache.items()}
+            for name, tuner in self.tuners.items()
+            if tuner.cache
+        }
+        tried = {name: f"{len(tuner.configs)} of {self.spaces[name]}" for name, tuner in self.tuners.items()}
+        return {
+            "mamba_ssm": version_of("mamba_ssm"),
+            "triton": version_of("triton"),
+            "torch": version_of("torch"),
+            "configurations_tried": tried,
+            "configurations_chosen": chosen,
+        }
+
+
+def _autotuners() -> list[tuple[str, Any]]:
+    from triton.runtime.autotuner import Autotuner
+
+    found = []
+    for module in _MODULES:
+        for name, value in vars(importlib.import_module(f"mamba_ssm.ops.triton.{module}")).items():
+            if isinstance(value, Autotuner) and value.base_fn.__module__.endswith(module):
+                found.append((f"{module}.{name}", value))
+    return found
+
+
+def _distance(config: Any) -> float:
+    """Quick tuning tries the middle of the space first: tiles of about 64 x 64 and 64 x 128."""
+    sizes = [math.log2(value) for name, value in config.kwargs.items() if name in ("BLOCK_SIZE_M", "BLOCK_SIZE_N")]
+    return abs(sum(sizes) - 12.5) if len(sizes) == 2 else 0.0
+
+
+def _short_bench(call: Callable[[], Any], quantiles: Any) -> Any:
+    import triton.testing
+
+    return triton.testing.do_bench(call, warmup=3, rep=15, quantiles=quantiles)
+
+
+def _compile_side_by_side() -> None:
+    """Makes Triton's tuner compile a kernel's configurations in threads before it times them one by one."""
+    from triton.runtime import autotuner
+
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        return
+    tune = autotuner.Autotuner.run
+    seen: set[Any] = set()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        key = (id(self), *(str(named.get(name)) for name in self.keys))
+        if key not in seen and len(self.configs) > 1:
+            seen.add(key)
+            given = {name: value for name, value in kwargs.items() if name != "warmup"}
+            # Only a head start: whatever goes wrong here goes wrong again, and is reported, when it is tuned.
+            with (
+                contextlib.suppress(Exception),
+                concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+                AsyncCompileMode(pool, ignore_errors=True),
+            ):
+                self.warmup(*args, **given)
+            self.nargs = None
+        return tune(self, *args, **kwargs)
+
+    autotuner.Autotuner.run = run
+
+
+def load(name: str, options: Options) -> Peer:
+    import mamba_ssm.ops.triton.ssd_combined  # noqa: F401  (its absence is the reason the rows will show)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotImplementedError("Triton kernels need a GPU that torch can see")
+    return MambaSsm(options)

@@ -1,0 +1,92 @@
+"""The recurrence in float64, one row at a time, written apart from the library so that both can be wrong only alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cases import Case
+from benchmarks.inputs import PARAMETERS, checked_row, kept_tokens, operand_names
+
+CHUNK = 64
+
+
+def scan_row(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> jax.Array:
+    """y [seq, heads, head_dim] of one row: x [seq, heads, head_dim], dt [seq, heads], B and C [seq, groups, state]."""
+    seq, heads, head_dim = x.shape
+    repeats = heads // B.shape[1]
+    step = dt if dt_bias is None else jax.nn.softplus(dt + dt_bias)
+    padding = -seq % CHUNK
+
+    def chunks(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
+        return padded.reshape(-1, CHUNK, *array.shape[1:])
+
+    causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))[:, :, None]
+
+    @jax.checkpoint
+    def body(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        xc, dtc, bc, cc = chunk
+        decay = jnp.cumsum(dtc * A, axis=0)
+        bc, cc = jnp.repeat(bc, repeats, axis=1), jnp.repeat(cc, repeats, axis=1)
+        kept = jnp.exp(jnp.where(causal, decay[:, None] - decay[None, :], -jnp.inf))
+        weights = jnp.einsum("ihn,jhn->ijh", cc, bc) * kept * dtc
+        y = jnp.einsum("ijh,jhp->ihp", weights, xc)
+        y = y + jnp.exp(decay)[..., None] * jnp.einsum("ihn,hpn->ihp", cc, state)
+        gain = dtc * jnp.exp(decay[-1] - decay)
+        state = jnp.exp(decay[-1])[:, None, None] * state + jnp.einsum("jh,jhp,jhn->hpn", gain, xc, bc)
+        return state, y
+
+    start = jnp.zeros((heads, head_dim, B.shape[2]), x.dtype)
+    _, y = jax.lax.scan(body, start, (chunks(x), chunks(step), chunks(B), chunks(C)))
+    return y.reshape(-1, heads, head_dim)[:seq] + D[:, None] * x
+
+
+def _with_gradients(operands: list[Any], dy: Any) -> tuple[Any, tuple[Any, ...]]:
+    y, pull = jax.vjp(scan_row, *operands)
+    return y, pull(dy)
+
+
+def step_row(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> tuple[Any, Any]:
+    """One token: state [heads, head_dim, n], x [heads, head_dim], dt [heads], B and C [groups, n] -> (state, y)."""
+    repeats = x.shape[0] // B.shape[0]
+    step = dt if dt_bias is None else jax.nn.softplus(dt + dt_bias)
+    b, c = jnp.repeat(B, repeats, axis=0), jnp.repeat(C, repeats, axis=0)
+    state = jnp.exp(step * A)[:, None, None] * state + (step[:, None] * x)[..., None] * b[:, None, :]
+    return state, jnp.einsum("hpn,hn->hp", state, c) + D[:, None] * x
+
+
+def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Float64 results for the checked row, stored as float32 at the kept tokens.
+
+    Keys: `y` and, where a backward is asked for, `dx`, `ddt`, `dB`, `dC`, `dA`, `dD`, `ddt_bias`; the step's are
+    `step_y` and `step_state`.
+    """
+    row = checked_row(case)
+    names = operand_names(case)
+    results: dict[str, Any] = {}
+    with jax.enable_x64(True):
+        given = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in row.items()}
+        operands = [given[name] if name in PARAMETERS else given[name][0] for name in names]
+        if "forward_backward" in passes:
+            y, gradients = jax.jit(_with_gradients)(operands, given["dy"][0])
+            results = {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
+        elif "forward" in passes:
+            results = {"y": jax.jit(scan_row)(*operands)}
+        if "step" in passes or "decode" in passes:
+            token = [given[name] if name in PARAMETERS else given[name][0, 0] for name in names]
+            results["step_state"], results["step_y"] = jax.jit(step_row)(given["state_in"][0], *token)
+        kept = kept_tokens(case.seq)
+        per_token = {"y"} | {f"d{name}" for name in names if name not in PARAMETERS}
+        return {
+            name: np.asarray(value[kept] if name in per_token else value, np.float32) for name, value in results.items()
+        }
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """||got - wanted|| / ||wanted||; NaN in `got` comes out as NaN, which no bound accepts."""
+    difference = np.asarray(got, np.float64) - np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(np.asarray(wanted, np.float64))), 1e-30))
