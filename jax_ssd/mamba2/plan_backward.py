@@ -201,7 +201,7 @@ class _Backward:
             (self.has_adjoint, Buffer("adjoints", chunk_states, p.dtype)),
             (True, Buffer("step_gradient", (blocks, *rows), f32)),
             (True, Buffer("decay_gradient", (blocks, *rows), f32)),
-            (p.has_D, Buffer("D_partial", (p.batch, p.heads, self.segments, p.head_dim), f32)),
+            (p.has_D, Buffer("D_partial", (p.batch, p.heads, self.chunks, p.head_dim), f32)),
             (True, Buffer("A_partial", (p.batch, self.tiles, p.heads), f32)),
             (p.has_dt_bias, Buffer("bias_partial", (p.batch, self.tiles, p.heads), f32)),
             (self.partial, Buffer("B_partial", groups, f32)),
@@ -284,8 +284,9 @@ class _Backward:
             arrays = views("x", "B", "step", "decay", "runs", "starts" if several else "initial_state", "states")
             arguments = [*arrays, *sizes, several or p.has_initial_state, *hints]
             yield self.launch(ADJOINT, "chunk_states", self.segments * rows, arguments, config.states_occupancy)
-        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs", "stops" if several else "dfinal", "states")
-        outputs = views("adjoints", "dx", "dz", "step_gradient", "decay_gradient", "D_partial")
+        inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs")
+        inputs += views("stops" if several else "dfinal", "states")
+        outputs = views("adjoints", "dx", "dz", "step_gradient", "decay_gradient")
         flags = [p.param_rows == 1, p.has_D, p.has_z, self.has_state, self.has_adjoint, several or p.has_dfinal]
         flags += [p.has_initial_state]
         arguments = [*inputs, *outputs, *views("dinitial_state"), *sizes, *flags, *hints]
@@ -318,11 +319,12 @@ class _Backward:
         ):
             partial = views(f"{name}_partial")
             output = [self.one_block(view) for view in views(f"d{name}")] if complete else partial
-            arrays = [*views("x", "dy", "z", other, "step", "decay", "runs", states), *(partial if part else views("step"))]
+            arrays = views("x", "dy", "z", other, "step", "decay", "runs", states)
+            arrays += [*(partial if part else views("step")), *output]
             flags = [p.has_z, present, p.has_runs, part > 0, self.passes, config.latency]
-            yield self.launch(
-                GRADIENTS, function, blocks, [*arrays, *output, *sizes, *flags], config.groups_occupancy
-            )
+            if name == "C":
+                arrays, flags = [*arrays, *views("D_partial")], [p.has_D, *flags]
+            yield self.launch(GRADIENTS, function, blocks, [*arrays, *sizes, *flags], config.groups_occupancy)
 
     def one_block(self, view: ArrayArg) -> ArrayArg:
         """dB or dC with a leading axis of one head block."""
@@ -346,6 +348,6 @@ class _Backward:
         arguments += ["bias_partial", DT_TOKENS, heads, blocks, self.tiles, blocks_p, p.param_rows == 1, p.dt_softplus]
         arguments += [low, high, bias, p.has_runs]
         yield self.launch(GRADIENTS, "step_gradients", p.batch * self.tiles * blocks, arguments)
-        arguments = ["A_partial", "bias_partial", "D_partial", "dA", "ddt_bias", "dD", self.P, blocks_p, p.heads]
-        arguments += [self.tiles, self.segments, bias, p.has_D]
+        arguments = ["A_partial", "bias_partial", "D_partial", "dA", "ddt_bias", "dD", tile_size(p.head_dim)]
+        arguments += [p.heads, self.tiles, self.chunks, bias, p.has_D]
         yield self.launch(GRADIENTS, "parameter_gradients", p.batch * p.heads, arguments)

@@ -193,7 +193,7 @@ def store_chunk_state(states, row, head, chunk, p_block, state, N, P):
 
 @ct.kernel
 def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjoints, dx, dz,
-                    dstep, ddecay, dskip, dinitial, Q: Const[int], P: Const[int], N: Const[int], P_BLOCKS: Const[int],
+                    dstep, ddecay, dinitial, Q: Const[int], P: Const[int], N: Const[int], P_BLOCKS: Const[int],
                     HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int], SEGMENT_CHUNKS: Const[int],
                     HEADS_PER_GROUP: Const[int], SHARED_PARAMS: Const[bool], HAS_D: Const[bool], HAS_Z: Const[bool],
                     HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_STOP: Const[bool], HAS_INITIAL: Const[bool],
@@ -201,7 +201,7 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
     """Walks the chunks of a segment backwards with T in registers; everything that belongs to one token of one head.
 
     Writes dx, dz; dstep and ddecay [P_BLOCKS, batch, heads, padded seq] float32, the gradients of s (direct) and of a
-    step's log decay, a sum over the P-blocks still to take; dskip [batch, heads, segments, head_dim] float32;
+    step's log decay, a sum over the P-blocks still to take;
     adjoints [batch, heads, chunks, state, head_dim] (x's dtype), every chunk's T; dinitial at the row's first chunk.
     stops: the adjoint of each segment's end state, in the forms of chunk_states' starts, zero without HAS_STOP.
     HAS_STATE: states hold something. HAS_ADJOINT: some chunk's end matters (more than one chunk, or dfinal is given).
@@ -218,7 +218,6 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
     if HAS_D:
         d = ct.load(skip, index=(param_row(row, SHARED_PARAMS), head, p_block), shape=(1, 1, P),
                     padding_mode=ZERO).reshape((1, P))
-        dskip_sum = ct.full((P,), 0.0, dtype=ct.float32)
 
     for k in range(count):
         chunk = first + count - 1 - k
@@ -249,23 +248,31 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
             dy_tile = dyf.astype(x.dtype)
         xf = x_tile.astype(ct.float32)
 
-        # pairs [j, i]: the factor of dy'_i in x_j's gradient, and its part in the gradient of log w_ij
+        # pairs [j, i]: w_ij C_i.B_j; joint: times x_j.dy'_i, that is every pair's part in <y, dy>, without s_j
         w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED))
         pairs = dot(b_tile, ct.transpose(c_tile), zero_pairs, PASSES) * w
         if HAS_RUNS:
             pairs = ct.where(kept, pairs, 0.0)
-        dw = dot(x_tile, ct.transpose(dy_tile), zero_pairs, PASSES) * pairs * s[:, None]
-        dw = ct.where(strict, dw, 0.0)  # the diagonal's weight is constant
-        dg = ct.sum(dw, axis=0) - ct.sum(dw, axis=1)
-        dx_unit = zero_tokens
+        joint = dot(x_tile, ct.transpose(dy_tile), zero_pairs, PASSES) * pairs
+        ds = ct.sum(joint, axis=1)
+        joint = ct.where(strict, joint, 0.0)  # w_jj is constant: no gradient of the decay
+        dg = ct.sum(joint * s[:, None], axis=0) - s * ct.sum(joint, axis=1)
+        pairs = (pairs * s[:, None]).astype(x.dtype)
+        dx_tile = zero_tokens
         if HAS_ADJOINT:
             T_cast = T.astype(x.dtype)
             store_chunk_state(adjoints, row, head, chunk, p_block, T_cast, N, P)
-            dx_unit = dot(b_tile, T_cast, zero_tokens, PASSES) * leave[:, None]
-            leaving = s * ct.sum(dx_unit * xf, axis=1)
-            dg_last = ct.sum(leaving, axis=0, keepdims=True)
+            from_end = dot(b_tile, T_cast, zero_tokens, PASSES)
+            leaving = leave * ct.sum(from_end * xf, axis=1)
+            ds = ds + leaving
+            leaving = s * leaving
             dg = dg - leaving
-        dx_unit = dot(pairs.astype(x.dtype), dy_tile, dx_unit, PASSES)
+            dg_last = ct.sum(leaving, axis=0, keepdims=True)
+            dx_tile = from_end * (leave * s)[:, None]
+        if HAS_D:
+            dx_tile = dx_tile + d * dyf
+        dx_tile = dot(pairs, dy_tile, dx_tile, PASSES)
+        store_tokens(dx, row, chunk, head, p_block, dx_tile, Q, P)
         scaled = dyf * enter[:, None]
         if HAS_STATE:
             S = ct.load(states, index=(row, head, chunk, 0, p_block), shape=(1, 1, 1, N, P), padding_mode=ZERO,
@@ -276,35 +283,27 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
                 dg_last = dg_last + decayed(ct.sum(T * S.astype(ct.float32)), last, carries, HAS_RUNS)
         if HAS_ADJOINT:
             dg = dg + ct.where(token == Q - 1, dg_last, 0.0)
-        dx_tile = dx_unit * s[:, None]
-        if HAS_D:
-            dx_tile = dx_tile + d * dyf
-            dskip_sum = dskip_sum + ct.sum(dyf * xf, axis=0)
         if HAS_Z:
-            y = dot(ct.transpose((pairs * s[:, None]).astype(x.dtype)), x_tile, zero_tokens, PASSES)
+            y = dot(ct.transpose(pairs), x_tile, zero_tokens, PASSES)
             if HAS_STATE:
                 y = y + from_state * enter[:, None]
             if HAS_D:
                 y = y + d * xf
             store_tokens(dz, row, chunk, head, p_block, y * slope, Q, P)
-        store_tokens(dx, row, chunk, head, p_block, dx_tile, Q, P)
-        dstep_tile = ct.sum(dx_unit * xf, axis=1)
         if HAS_RUNS:
-            ddecay_tile = ct.sum(ct.where(kept, dg[None, :], 0.0), axis=1)  # running sums restart with each run
+            da = ct.sum(ct.where(kept, dg[None, :], 0.0), axis=1)  # running sums restart with each run
         else:
-            ddecay_tile = ct.cumsum(dg, axis=0, reverse=True)
-        ct.store(dstep, index=(p_block, row, head, chunk), tile=dstep_tile.reshape((1, 1, 1, Q)))
-        ct.store(ddecay, index=(p_block, row, head, chunk), tile=ddecay_tile.reshape((1, 1, 1, Q)))
+            da = ct.cumsum(dg, axis=0, reverse=True)
+        ct.store(dstep, index=(p_block, row, head, chunk), tile=ds.reshape((1, 1, 1, Q)))
+        ct.store(ddecay, index=(p_block, row, head, chunk), tile=da.reshape((1, 1, 1, Q)))
         if HAS_ADJOINT or HAS_INITIAL:
             T = dot(ct.transpose(c_tile), scaled.astype(c.dtype), decayed(T, last, carries, HAS_RUNS), PASSES)
 
-    if HAS_D:
-        ct.store(dskip, index=(row, head, segment, p_block), tile=dskip_sum.reshape((1, 1, 1, P)))
     if HAS_INITIAL:  # noqa: SIM102  (one is decided when compiling, the other when running)
         if segment == 0:
             ct.store(dinitial, index=(row, head, 0, p_block), tile=T.reshape((1, 1, N, P)), order=(0, 1, 3, 2))
 
 
 def store_tokens(array, row, chunk, head, block, tile, Q, WIDTH):
-    """Stores a tile [Q, WIDTH] where load_tokens reads one, rounded to the array's dtype."""
+    """Stores a tile [Q, WIDTH] where load_chunk reads one, rounded to the array's dtype."""
     ct.store(array, index=(row, chunk, head, block), tile=tile.astype(array.dtype).reshape((1, Q, 1, WIDTH)))

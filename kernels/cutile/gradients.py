@@ -30,8 +30,8 @@ def source_gradient(x, dy, z, c, step, decay, runs, adjoints, earlier, db, Q: Co
     """dB of one chunk, group and block of N state columns, summed over a block of heads.
 
     adjoints [batch, heads, chunks, state, head_dim]: T of every chunk. db [head_blocks, batch, seq, groups, state]:
-    float32 partial sums or, with one head block and nothing to come, the gradient itself; with ACCUMULATE on top of what
-    an earlier slice of the same group left in `earlier`. The arrays are of GROUPS groups with GROUP_HEADS heads each.
+    float32 partial sums or, with one head block and nothing to come, the gradient itself; with ACCUMULATE on top of
+    what an earlier slice of the same group left in `earlier`. The arrays are of GROUPS groups, GROUP_HEADS heads each.
     Grid N_BLOCKS * (GROUP_HEADS / BLOCK_HEADS) * GROUPS * CHUNKS * batch.
     """
     row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
@@ -65,11 +65,15 @@ def source_gradient(x, dy, z, c, step, decay, runs, adjoints, earlier, db, Q: Co
 
 
 @ct.kernel
-def target_gradient(x, dy, z, b, step, decay, runs, states, earlier, dc, Q: Const[int], P: Const[int], N: Const[int],
-                    N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int], BLOCK_HEADS: Const[int],
-                    GROUPS: Const[int], HAS_Z: Const[bool], HAS_STATE: Const[bool], HAS_RUNS: Const[bool],
-                    ACCUMULATE: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
-    """dC in the same way, from states [batch, heads, chunks, state, head_dim], S of every chunk."""
+def target_gradient(x, dy, z, b, step, decay, runs, states, earlier, dc, dskip, Q: Const[int], P: Const[int],
+                    N: Const[int], N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int],
+                    BLOCK_HEADS: Const[int], GROUPS: Const[int], HAS_D: Const[bool], HAS_Z: Const[bool],
+                    HAS_STATE: Const[bool], HAS_RUNS: Const[bool], ACCUMULATE: Const[bool], PASSES: Const[int],
+                    LATENCY: Const[int]):
+    """dC in the same way, from states [batch, heads, chunks, state, head_dim], S of every chunk.
+
+    Also each chunk's part of dD, dskip [batch, heads, chunks, head_dim] float32: registers are free here.
+    """
     row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
     token = ct.arange(Q, dtype=ct.int32)
     kept = token[:, None] >= token[None, :]  # [i, j]
@@ -98,6 +102,10 @@ def target_gradient(x, dy, z, b, step, decay, runs, states, earlier, dc, Q: Cons
             S = load_chunk_state(states, row, head, chunk, N, P, n_block, LATENCY)
             scaled = (dy_tile.astype(ct.float32) * enter[:, None]).astype(x.dtype)
             total = dot(scaled, ct.transpose(S), total, PASSES)
+        if HAS_D:
+            part = ct.sum(dy_tile.astype(ct.float32) * x_tile.astype(ct.float32), axis=0)
+            if n_block == 0:
+                ct.store(dskip, index=(row, head, chunk, 0), tile=part.reshape((1, 1, 1, P)))
     store_group(dc, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
 
 
@@ -179,24 +187,22 @@ def head_tile(array, block, row, head_block, tile, HEADS, TOKENS):
 
 
 @ct.kernel
-def parameter_gradients(da_partial, dbias_partial, dskip_partial, da, dbias, dskip, P: Const[int], P_BLOCKS: Const[int],
-                        HEADS: Const[int], TILES: Const[int], SEGMENTS: Const[int], HAS_BIAS: Const[bool],
-                        HAS_D: Const[bool]):
+def parameter_gradients(da_partial, dbias_partial, dskip_partial, da, dbias, dskip, P: Const[int], HEADS: Const[int],
+                        TILES: Const[int], CHUNKS: Const[int], HAS_BIAS: Const[bool], HAS_D: Const[bool]):
     """dA, d dt_bias [batch, heads] and dD [batch, heads, head_dim] from their parts, one row and head per block.
 
-    da_partial, dbias_partial: [batch, TILES, heads]; dskip_partial: [batch, heads, SEGMENTS, head_dim]; all float32.
+    da_partial, dbias_partial: [batch, TILES, heads]; dskip_partial: [batch, heads, CHUNKS, head_dim]; all float32.
     """
     row, head = ct.bid(0) // HEADS, ct.bid(0) % HEADS
     ct.store(da, index=(row, head), tile=column_sum(da_partial, row, head, TILES))
     if HAS_BIAS:
         ct.store(dbias, index=(row, head), tile=column_sum(dbias_partial, row, head, TILES))
     if HAS_D:
-        for block in range(P_BLOCKS):
-            total = ct.full((1, 1, 1, P), 0.0, dtype=ct.float32)
-            for segment in range(SEGMENTS):
-                total = total + ct.load(dskip_partial, index=(row, head, segment, block), shape=(1, 1, 1, P),
-                                        padding_mode=ZERO)
-            ct.store(dskip, index=(row, head, block), tile=total.reshape((1, 1, P)))
+        total = ct.full((32, P), 0.0, dtype=ct.float32)
+        for k in range(ct.cdiv(CHUNKS, 32)):
+            total = total + ct.load(dskip_partial, index=(row, head, k, 0), shape=(1, 1, 32, P),
+                                    padding_mode=ZERO).reshape((32, P))
+        ct.store(dskip, index=(row, head, 0), tile=ct.sum(total, axis=0).reshape((1, 1, P)))
 
 
 def column_sum(partial, row, head, TILES):
