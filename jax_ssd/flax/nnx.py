@@ -310,23 +310,9 @@ class Mamba2(nnx.Module):
           ``[..., seq, in_features]``, or that and the carry.
         """
         self._check_input(x)
-        start = initial_carry
-        z, values, B, C, dt = self._project(x)
-        values, conv_x = self.x_conv(values, initial_state=start and start.conv_x, segment_ids=segment_ids)
-        B, conv_B = self.B_conv(B, initial_state=start and start.conv_B, segment_ids=segment_ids)
-        C, conv_C = self.C_conv(C, initial_state=start and start.conv_C, segment_ids=segment_ids)
+        operands, z, windows = self._scan_operands(x, segment_ids, initial_carry)
         y, ssm = mamba2(
-            self._per_head(values),
-            dt,
-            self._A(),
-            self._per_group(B),
-            self._per_group(C),
-            self.D[...],
-            self._per_head(z) if self.norm is None else None,
-            dt_bias=self.dt_bias[...],
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            initial_state=start and start.ssm,
+            **operands,
             segment_ids=segment_ids,
             return_final_state=True,
             chunk_size=self.chunk_size,
@@ -338,7 +324,16 @@ class Mamba2(nnx.Module):
             out = jnp.where((segment_ids >= 0)[..., None], out, jnp.zeros_like(out))  # a bias would show in padding
         if not return_carry:
             return out
-        return out, Mamba2Carry(conv_x, conv_B, conv_C, ssm.astype(self.state_dtype))
+        return out, Mamba2Carry(*windows, ssm.astype(self.state_dtype))
+
+    def scan_operands(self, x: jax.Array) -> dict[str, Any]:
+        """The arguments of ``jax_ssd.mamba2`` when the layer reads ``x [..., seq, in_features]`` from the start.
+
+        ``mamba2(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
+        other on what a trained layer really feeds it.
+        """
+        self._check_input(x)
+        return self._scan_operands(x, None, None)[0]
 
     def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
@@ -347,20 +342,7 @@ class Mamba2(nnx.Module):
         conv_x, values = self.x_conv.step(carry.conv_x, values)
         conv_B, B = self.B_conv.step(carry.conv_B, B)
         conv_C, C = self.C_conv.step(carry.conv_C, C)
-        ssm, y = mamba2_step(
-            carry.ssm,
-            self._per_head(values),
-            dt,
-            self._A(),
-            self._per_group(B),
-            self._per_group(C),
-            self.D[...],
-            self._per_head(z) if self.norm is None else None,
-            dt_bias=self.dt_bias[...],
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            implementation=self.implementation,
-        )
+        ssm, y = mamba2_step(carry.ssm, **self._operands(values, dt, B, C, z), implementation=self.implementation)
         return Mamba2Carry(conv_x, conv_B, conv_C, ssm), self._emit(y, z)
 
     def initialize_carry(self, input_shape: Sequence[int], rngs: nnx.Rngs | None = None) -> Mamba2Carry:
@@ -387,15 +369,40 @@ class Mamba2(nnx.Module):
             ssm=jnp.zeros((*batch, self.heads, self.head_dim, self.state_dim), self.state_dtype),
         )
 
+    def _scan_operands(
+        self, x: jax.Array, segment_ids: jax.Array | None, carry: Mamba2Carry | None
+    ) -> tuple[dict[str, Any], jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+        """Projections and convolutions: the scan's operands, the gate, the convolutions' last windows."""
+        z, values, B, C, dt = self._project(x)
+        values, conv_x = self.x_conv(values, initial_state=carry and carry.conv_x, segment_ids=segment_ids)
+        B, conv_B = self.B_conv(B, initial_state=carry and carry.conv_B, segment_ids=segment_ids)
+        C, conv_C = self.C_conv(C, initial_state=carry and carry.conv_C, segment_ids=segment_ids)
+        operands = self._operands(values, dt, B, C, z)
+        if carry is not None:
+            operands["initial_state"] = carry.ssm
+        return operands, z, (conv_x, conv_B, conv_C)
+
+    def _operands(self, x: jax.Array, dt: jax.Array, B: jax.Array, C: jax.Array, z: jax.Array) -> dict[str, Any]:
+        """What sequence and step have in common; arrays ``[..., features]`` are split into heads and groups."""
+        return {
+            "x": self._per_head(x),
+            "dt": dt,
+            "A": -jnp.exp(self.A_log[...].astype(jnp.float32)),
+            "B": self._per_group(B),
+            "C": self._per_group(C),
+            "D": self.D[...],
+            "z": self._per_head(z) if self.norm is None else None,
+            "dt_bias": self.dt_bias[...],
+            "dt_softplus": True,
+            "dt_limit": self.dt_limit,
+        }
+
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
         return self.z_proj(x), self.x_proj(x), self.B_proj(x), self.C_proj(x), self.dt_proj(x)
 
     def _emit(self, y: jax.Array, z: jax.Array) -> jax.Array:
         y = y.reshape(z.shape)
         return self.out_proj(y if self.norm is None else self.norm(y, z))
-
-    def _A(self) -> jax.Array:
-        return -jnp.exp(self.A_log[...].astype(jnp.float32))
 
     def _per_head(self, x: jax.Array) -> jax.Array:
         return x.reshape((*x.shape[:-1], self.heads, self.head_dim))
