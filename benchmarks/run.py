@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     device, ceilings = result["device"], result["ceilings"]
     print(f"{device['kind']}, driver {device.get('driver_version', 'none')}, {result['versions']}")
     copy, matmul = ceilings["copy_bytes_per_second"], ceilings["matmul_flops_per_second"]
-    print(f"copy {copy / 1e12:.3f} TB/s, bfloat16 matmul {matmul / 1e12:.1f} TFLOP/s; times are medians of one call")
+    print(f"copy {copy / 1e9:.0f} GB/s, bfloat16 matmul {matmul / 1e9:.0f} GFLOP/s; times are medians of one call")
     print(report.table(result))
     print(f"written to {run.path}")
     return result

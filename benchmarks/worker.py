@@ -114,8 +114,10 @@ def _best(peer: Peer, case: Case, pass_name: str, job: Job) -> dict[str, Any]:
         try:
             tried.append(measure(peer, case, pass_name, variant, reference, job.effort))
         except Exception as error:  # one row's failure must not cost the others
-            traceback.print_exc()
-            tried.append(rows.failure(case, pass_name, peer.name, error) | {"variant": variant})
+            found = rows.failure(case, pass_name, peer.name, error)
+            if found["status"] == "failed":
+                traceback.print_exc()
+            tried.append(found | {"variant": variant})
         gc.collect()
     ranks = {"ok": 0, "wrong": 1, "unsupported": 2, "failed": 3}
     best = min(tried, key=lambda found: (ranks[found["status"]], found.get("microseconds", 0.0)))
