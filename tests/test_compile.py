@@ -437,8 +437,3 @@ def test_our_kernels_are_found_by_name():
     assert (folder / "cutile").is_dir()
     for path in (folder / "cutile").glob("[!_]*.py"):
         assert next(iter(sources.module_sources(path.stem))) == f"jax_ssd.kernels.cutile.{path.stem}"
-
-
-def test_tests_see_no_cache_of_the_user(project):
-    folder = config.settings().cache_dir
-    assert folder is not None and Path.home() not in folder.parents
