@@ -98,10 +98,10 @@ def _cuda_tile_installed() -> bool:
 
 @cache
 def _version() -> str:
-    own = _package_version("cuda-tile") or "unknown"
-    if "nvidia" in str(find_tileiras()) and all(map(_package_version, _COMPILER_PACKAGES)):
-        versions = list(dict.fromkeys(filter(None, map(_package_version, _COMPILER_PACKAGES))))
-        return f"cuda-tile-{own}+tileiras-{'-'.join(versions)}"
+    tileiras, own = find_tileiras(), _package_version("cuda-tile") or "unknown"
+    packages = [_package_version(name) for name in _COMPILER_PACKAGES]
+    if tileiras is not None and tileiras.parts[-4:-1] == ("nvidia", "cu13", "bin") and None not in packages:
+        return f"cuda-tile-{own}+tileiras-{'-'.join(dict.fromkeys(map(str, packages)))}"
     return f"cuda-tile-{own}+tileiras-{'.'.join(_tileiras_release())}"
 
 
