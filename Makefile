@@ -1,9 +1,11 @@
 # Two commands: `make demo` and `make test`. Both set up a virtual environment first.
 #   PYTHON=python3.12   the interpreter that the environment is made from
 #   VENV=.venv          where it is kept
+#   EXTRAS=dev,cuda13   what is installed with the package
 #   ARGS="-k launch"    more arguments for pytest or the demo
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= dev
 ARGS ?=
 JOBS ?= 2
 
@@ -41,7 +43,7 @@ clean:
 
 # Rebuilt when what it is made of changes; Python sources are used in place.
 $(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
-	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with the development tools)"
+	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with [$(EXTRAS)])"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
