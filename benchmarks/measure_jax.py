@@ -17,7 +17,6 @@ from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
 from benchmarks.inputs import PARAMETERS, checked_row, dtypes, kept_tokens, operand_names, shapes
 from benchmarks.peers.base import Peer, Variant
-from benchmarks.reference import relative_error
 
 DECODE_TOKENS = 64
 
@@ -183,7 +182,7 @@ def _sequence_errors(case: Case, output: Any, reference: dict[str, np.ndarray], 
     errors = {}
     for name, value in got.items():
         value = value if name[1:] in PARAMETERS else value[-1][kept]
-        errors[name] = relative_error(np.asarray(value.astype(jnp.float32)), reference[name])
+        errors[name] = rows.relative_error(np.asarray(value.astype(jnp.float32)), reference[name])
     return errors
 
 
@@ -220,8 +219,8 @@ def _step(
     fresh = [jnp.copy(planted["state_in"]), *(jnp.copy(state) for state in states[1:])]
     stepped, ys = compiled(fresh, [_token(case, planted), *tokens[1:]])
     errors = {
-        "y": relative_error(np.asarray(ys[0][-1].astype(jnp.float32)), reference["step_y"]),
-        "state": relative_error(np.asarray(stepped[0][-1].astype(jnp.float32)), reference["step_state"]),
+        "y": rows.relative_error(np.asarray(ys[0][-1].astype(jnp.float32)), reference["step_y"]),
+        "state": rows.relative_error(np.asarray(stepped[0][-1].astype(jnp.float32)), reference["step_state"]),
     }
     problems += distinct_and_finite(ys)
     del planted, fresh, stepped, ys, drawn
@@ -266,7 +265,7 @@ def _decode(
     counts = custom_calls(compiled)
     problems = missing_calls(peer, counts, 1)
     carried, ys = compiled(jnp.copy(state), tokens, parameters)
-    errors = {"y": relative_error(np.asarray(ys[0, -1].astype(jnp.float32)), reference["step_y"])}
+    errors = {"y": rows.relative_error(np.asarray(ys[0, -1].astype(jnp.float32)), reference["step_y"])}
     if not bool(jnp.all(jnp.isfinite(ys))):
         problems.append("an output is not finite")
     holder = [carried]

@@ -13,7 +13,6 @@ from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
 from benchmarks.inputs import PARAMETERS, checked_row, dtypes, kept_tokens, operand_names, shapes
 from benchmarks.peers.base import Peer, Variant
-from benchmarks.reference import relative_error
 
 Tensors = dict[str, torch.Tensor]
 
@@ -160,7 +159,8 @@ def _errors(
         for name, value in zip(operand_names(case), gradients or (), strict=False):
             got[f"d{name}"] = (value if name in PARAMETERS else value[-1][kept], f"d{name}")
     return {
-        name: relative_error(value.detach().float().cpu().numpy(), reference[key]) for name, (value, key) in got.items()
+        name: rows.relative_error(value.detach().float().cpu().numpy(), reference[key])
+        for name, (value, key) in got.items()
     }
 
 

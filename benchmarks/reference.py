@@ -84,9 +84,3 @@ def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
         return {
             name: np.asarray(value[kept] if name in per_token else value, np.float32) for name, value in results.items()
         }
-
-
-def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """||got - wanted|| / ||wanted||; NaN in `got` comes out as NaN, which no bound accepts."""
-    difference = np.asarray(got, np.float64) - np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(np.asarray(wanted, np.float64))), 1e-30))

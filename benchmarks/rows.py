@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from benchmarks.cases import Case
 from benchmarks.timing import Timing
 
@@ -50,3 +52,9 @@ def measured(
         **({"reason": "; ".join(problems)} if problems else {}),
         **fields,
     )
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """||got - wanted|| / ||wanted||; NaN in `got` comes out as NaN, which no bound accepts."""
+    difference = np.asarray(got, np.float64) - np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(np.asarray(wanted, np.float64))), 1e-30))

@@ -109,7 +109,8 @@ class Run:
         path.write_text(job.to_json())
         command = [sys.executable, "-m", "benchmarks.worker", str(path)]
         try:
-            code = subprocess.run(command, check=False, timeout=None if left == float("inf") else left).returncode
+            limit = None if left == float("inf") else left
+            code = subprocess.run(command, check=False, timeout=limit, cwd=Path(__file__).parents[1]).returncode
         except subprocess.TimeoutExpired:
             return "the budget was spent while it ran"
         return f"its process ended with code {code}" if code else ""

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, floors, inputs, reference, report, run
+from benchmarks import cases, floors, inputs, reference, report, rows, run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,17 +36,17 @@ def test_result_keeps_the_schema(result):
 
 
 def test_measured_rows_agree_with_float64(result):
-    rows = [row for row in result["rows"] if row["implementation"] == "plain_xla"]
-    assert {(row["case"], row["pass"]) for row in rows} == {("tiny", "forward"), ("tiny_step", "step")}
-    for row in rows:
+    measured = [row for row in result["rows"] if row["implementation"] == "plain_xla"]
+    assert {(row["case"], row["pass"]) for row in measured} == {("tiny", "forward"), ("tiny_step", "step")}
+    for row in measured:
         assert max(row["errors"].values()) < 2e-6
         assert row["memory"]["peak"] > 0
 
 
 def test_a_peer_that_cannot_run_says_why(result):
-    rows = [row for row in result["rows"] if row["implementation"] == "jla"]
-    assert len(rows) == 2
-    for row in rows:
+    refused = [row for row in result["rows"] if row["implementation"] == "jla"]
+    assert len(refused) == 2
+    for row in refused:
         assert row["status"] == "unsupported"
         assert row["reason"]
         assert row["reason"][:40] in report.table(result)
@@ -86,7 +86,7 @@ def test_reference_is_the_recurrence():
         _, wanted = jax.lax.scan(body, start, tuple(per_token))
         x, dt, b, c = per_token
         got = reference.scan_row(x, dt, a, b, c, d, bias)
-        assert reference.relative_error(np.asarray(got), np.asarray(wanted)) < 1e-13
+        assert rows.relative_error(np.asarray(got), np.asarray(wanted)) < 1e-13
 
 
 def test_floor_of_the_first_case():

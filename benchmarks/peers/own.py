@@ -17,7 +17,7 @@ class Own(JaxPeer):
         if implementation in KERNELS:
             self.custom_call = "jax_ssd.launch"
         elif implementation is not None:
-            self.most_calls = 4
+            self.most_calls = 2
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
         return None
