@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ssd import dispatch, partition
+from jax_ssd import dispatch, launch, partition
+from jax_ssd.plans import Plan
 
 Function = Callable[..., tuple[jax.Array, ...]]
 
@@ -98,17 +99,34 @@ def select(definition: Definition, spec, platform: str, avals) -> tuple[str, Fun
     )
 
 
+def kernel_function(
+    implementation: str, platform: str, avals: Sequence[jax.core.ShapedArray], plan: Callable[[], Plan]
+) -> Function | None:
+    """The function that runs a plan's kernels; None where an axis of size zero leaves nothing to launch.
+
+    Raises:
+      NotImplementedError: no such kernels, or not for this platform, size, type or machine, with the reason.
+    """
+    if implementation == "cuda":
+        raise NotImplementedError("this op has no CUDA C++ kernels; choose 'cutile' or 'xla'.")
+    if platform != "cuda":
+        raise NotImplementedError(
+            f"its kernels run on NVIDIA GPUs and this program is compiled for {platform!r}; run it on a GPU, or choose 'xla'."
+        )
+    if any(0 in aval.shape for aval in avals):
+        return None
+    return launch.runner(plan())
+
+
 def require_possible(definition: Definition, spec, operands: Sequence[jax.Array]) -> None:
     """Refuse at trace time a call that no platform could serve with the implementations asked for.
 
     Raises:
       NotImplementedError: with every reason.
     """
-    avals = [jax.typeof(x) for x in operands]
-    platforms = {name: "cuda" if name in dispatch.KERNELS else "cpu" for name in spec.implementation}
-    dispatch.first_accepting(
-        definition.name, spec.implementation, lambda name: definition.lowerings(spec, name, platforms[name], avals)
-    )
+    if not set(spec.implementation) <= set(dispatch.KERNELS):
+        return  # the pure JAX implementations take every call
+    select(definition, spec, "cuda", [jax.typeof(x) for x in operands])
 
 
 def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.Array]:
@@ -160,7 +178,7 @@ def reverse_mode_only(x: jax.Array, message: str) -> jax.Array:
 @reverse_mode_only.defjvp
 def _(message, primals, tangents):
     (x,), (tangent,) = primals, tangents
-    return x, _tangent_guard.bind(tangent, message=message)
+    return reverse_mode_only(x, message), _tangent_guard.bind(tangent, message=message)
 
 
 def _batch_guard(arguments, axes, *, message):

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
-    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -107,7 +106,7 @@ class _Layout:
     def _sum_groups(self, part: jax.Array, read: jax.Array, axis: int) -> jax.Array:
         """Add each block's share to its group, in float32, over the block's own shard and then over all head shards."""
         part = jnp.moveaxis(part, axis, 0)
-        wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+        wide = part.astype(jnp.float64 if part.dtype == jnp.float64 else jnp.float32)
         whole = jnp.zeros((self.group_count, *part.shape[1:]), wide.dtype).at[read].add(wide)
         return jnp.moveaxis(jax.lax.psum(whole, self.heads).astype(part.dtype), 0, axis)
 
@@ -138,43 +137,28 @@ def _axes_of(letter: str, size: int, mesh: Mesh, arrays, taken: Axes) -> Axes:
 
 
 def _shardy_rule(operand_letters, result_letters, operand_shapes, result_shapes) -> SdyShardingRule:
-    """The same knowledge in the compiler's terms: heads are (group, head of the group) where both are real axes."""
-    pairs = [
-        *zip(operand_letters, operand_shapes, strict=True),
-        *zip(result_letters, result_shapes, strict=True),
-    ]
+    """The same knowledge in the compiler's terms, which only steer propagation: `partition` has the last word.
+
+    Groups get a factor of their own unless they equal the heads. Writing heads as (group, head of the group) would say
+    more, but where head shards outnumber groups it makes the compiler split a mesh axis, which no PartitionSpec can say.
+    """
+    pairs = [*zip(operand_letters, operand_shapes, strict=True), *zip(result_letters, result_shapes, strict=True)]
     sizes = {letter: n for letters, shape in pairs for letter, n in zip(letters, shape, strict=True)}
-    heads, groups = sizes["h"], sizes.get("g", 1)
-    compound = 1 < groups < heads and heads % groups == 0
     order: list[str] = []
-    unshared = 0
 
     def factor(letter, size):
-        nonlocal unshared
-        if letter == "h" and compound:
-            order.extend(("g", "q"))
-            return CompoundFactor("g", "q")
-        if letter == "h" and groups == heads:
-            name = "g"
-        elif (letter == "g" and groups == 1 and heads > 1) or (letter == "r" and size == 1):
-            name, unshared = f"one{unshared}", unshared + 1
-        elif letter == "r":
-            name = "b"
-        else:
-            name = letter
-        order.append(name)
-        return name
+        if letter == "r":
+            letter = "b" if size > 1 else "r"
+        if letter == "g" and size == sizes["h"]:
+            letter = "h"
+        order.append(letter)
+        return letter
 
-    mappings = [
+    mappings = tuple(
         ArrayMapping(*(factor(a, n) for a, n in zip(letters, shape, strict=True))) for letters, shape in pairs
-    ]
-    whole = tuple(dict.fromkeys(name for name in order if name in ("t", "p", "n")))
-    factor_sizes = {"g": groups, "q": heads // groups} if compound else {}
-    if compound and any("g" in letters for letters, _ in pairs):
-        del factor_sizes["g"]  # a whole axis of B and C, so the rule knows its size
+    )
     return SdyShardingRule(
-        tuple(mappings[: len(operand_letters)]),
-        tuple(mappings[len(operand_letters) :]),
-        need_replication_factors=whole,
-        **factor_sizes,
+        mappings[: len(operand_letters)],
+        mappings[len(operand_letters) :],
+        need_replication_factors=tuple(dict.fromkeys(name for name in order if name in ("t", "p", "n"))),
     )

@@ -86,9 +86,9 @@ def _chunk(carry, tokens: _Chunk, *, precision: str):
     sums = jnp.cumsum(decay, axis=1)
     last = sums[:, -1:]
     length = x.shape[1]
-    causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
+    causal = (jnp.arange(length)[:, None] >= jnp.arange(length)[None, :])[None]  # [1, i, j]
     if run is None:
-        kept = causal[None, :, :, None, None]
+        kept = causal[..., None, None]
         reads_state, writes_state = None, None
     else:
         kept = (causal & (run[:, :, None] == run[:, None, :]))[..., None, None]

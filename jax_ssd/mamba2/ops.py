@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import op
-from jax_ssd.mamba2 import chunked, reference
+from jax_ssd import dispatch, op
+from jax_ssd.mamba2 import chunked, plan, plan_backward, reference
 from jax_ssd.mamba2.problem import Problem
 
 # Axis letters of every array that an op of this model can take or give; see partition.py.
@@ -115,21 +115,6 @@ def _scan(spec: Spec, name: str):
     return lambda operands: chunked.scan(operands, spec.dt_softplus, spec.dt_limit, spec.chunk_size, spec.precision)
 
 
-def _kernels(name: str, platform: str, avals, plan) -> op.Function | None:
-    """The function that runs a plan, None where there is nothing to launch because some axis has size zero."""
-    if name == "cuda":
-        raise NotImplementedError("there are no CUDA C++ kernels for Mamba-2; choose 'cutile' or 'xla'.")
-    if platform != "cuda":
-        raise NotImplementedError(
-            f"its kernels run on NVIDIA GPUs and this program is compiled for {platform!r}; run it on a GPU, or choose 'xla'."
-        )
-    from jax_ssd import launch  # the kernels' machinery is loaded when a kernel is asked for
-
-    if any(0 in aval.shape for aval in avals):
-        return None
-    return launch.runner(plan())
-
-
 def _forward_letters(spec: Spec):
     results = ("bthp", "bhpn") if spec.return_final_state else ("bthp",)
     return tuple(LETTERS[name] for name in spec.operands), results
@@ -145,10 +130,8 @@ def _forward_abstract(spec: Spec, avals):
 
 
 def _forward_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name not in ("xla", "reference"):
-        from jax_ssd.mamba2 import plan
-
-        run = _kernels(name, platform, avals, lambda: plan.forward(problem(spec, avals)))
+    if name in dispatch.KERNELS:
+        run = op.kernel_function(name, platform, avals, lambda: plan.forward(problem(spec, avals)))
         if run is not None:
             return run
     scan = _scan(spec, name)
@@ -177,10 +160,8 @@ def _backward_abstract(spec: Spec, avals):
 
 
 def _backward_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name not in ("xla", "reference"):
-        from jax_ssd.mamba2 import plan
-
-        run = _kernels(name, platform, avals, lambda: plan.backward(problem(spec, avals)))
+    if name in dispatch.KERNELS:
+        run = op.kernel_function(name, platform, avals, lambda: plan_backward.backward(problem(spec, avals)))
         if run is not None:
             return run
     scan = _scan(spec, name)
@@ -210,10 +191,8 @@ def _step_abstract(spec: Spec, avals):
 
 
 def _step_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name not in ("xla", "reference"):
-        from jax_ssd.mamba2 import plan
-
-        run = _kernels(name, platform, avals, lambda: plan.step(_step_problem(spec, avals)))
+    if name in dispatch.KERNELS:
+        run = op.kernel_function(name, platform, avals, lambda: plan.step(_step_problem(spec, avals)))
         if run is not None:
             return run
     return lambda *operands: reference.step(

@@ -54,8 +54,7 @@ _first_order.defvjp(_refuse, _refuse)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, jax.Array]:
     """(new state, y) of one token."""
-    state, y = ops.step(spec, *_present(spec, operands))
-    return state, y
+    return tuple(ops.step(spec, *_present(spec, operands)))
 
 
 def _step_forward(spec, operands):

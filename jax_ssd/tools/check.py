@@ -1,0 +1,110 @@
+"""`python -m jax_ssd check`: every implementation present against the sequential scan in float64.
+
+Compares y, the final state and each gradient over a table of shapes; the exit status says pass or fail.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ssd.cases import BY_NAME, TABLE, Case, differentiable
+from jax_ssd.mamba2.api import mamba2
+
+# Allowed ||out - ref|| / ||ref|| against float64 on the same rounded inputs. float32 sums a few hundred rounded terms;
+# TF32 and bfloat16 keep 10 and 8 bits of each factor, float16 11. Gradients pass through two such products, and that of A
+# is a long sum of differences.
+BARS = {
+    ("float32", "highest"): (2e-6, 5e-5),
+    ("float32", "default"): (1e-3, 3e-3),
+    ("float16", "highest"): (1e-3, 4e-3),
+    ("bfloat16", "highest"): (6e-3, 2e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One quantity of one case: its relative error and the most that is allowed."""
+
+    quantity: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # NaN fails
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line per case and implementation; 0 if all are inside their bars, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m jax_ssd check", description=__doc__)
+    parser.add_argument("--implementation", action="append", help="check only this one; may be repeated")
+    parser.add_argument("--case", action="append", choices=sorted(BY_NAME), help="check only this case; may be repeated")
+    options = parser.parse_args(arguments)
+    names = options.implementation or available()
+    cases = [BY_NAME[name] for name in options.case] if options.case else list(TABLE)
+    print(f"Checking {', '.join(names)} on {jax.default_backend()} against the sequential scan in float64.")
+    failures = 0
+    for case in cases:
+        truth = evaluate(case, "reference", wide=True)
+        for name in names:
+            results = compare(case, evaluate(case, name), truth)
+            worst = max(results, key=lambda r: r.error / r.allowed if r.error == r.error else np.inf)
+            failed = [r for r in results if not r.passed]
+            failures += len(failed)
+            words = f"worst {worst.quantity} {worst.error:.1e} of {worst.allowed:.0e} allowed"
+            print(f"  {'FAIL' if failed else 'ok  '} {case.name:18s} {name:10s} {words}", flush=True)
+    print("All passed." if not failures else f"{failures} quantities are outside their bars.")
+    return 1 if failures else 0
+
+
+def available() -> list[str]:
+    """The implementations that this machine can run."""
+    names = ["reference", "xla"]
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return names
+    return [*names, "cutile"]
+
+
+def evaluate(case: Case, implementation: str, *, wide: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
+    """y, the final state and every gradient, as float64 numpy arrays; `wide` computes in float64."""
+    arrays = case.inputs(seed)
+    rng = np.random.default_rng(seed + 1)
+    weight_y = rng.standard_normal(arrays["x"].shape)
+    weight_state = rng.standard_normal((case.batch, case.heads, case.head_dim, case.state))
+    with jax.enable_x64(wide):
+        dtype = jnp.float64 if wide else jnp.float32
+        moving = {name: np.asarray(a) for name, a in differentiable(arrays).items()}
+        fixed = {name: jnp.asarray(np.asarray(a)) for name, a in arrays.items() if name not in moving}
+        if wide:
+            moving = {name: a.astype(np.float64) for name, a in moving.items()}
+        weight_y, weight_state = jnp.asarray(weight_y, dtype), jnp.asarray(weight_state, dtype)
+
+        def objective(moving):
+            y, final = mamba2(**moving, **fixed, **case.options(), return_final_state=True, implementation=implementation)
+            total = (y.astype(dtype) * weight_y).sum() + (final * weight_state).sum()
+            return total, (y, final)
+
+        step = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        (_, (y, final)), gradients = step({name: jnp.asarray(a) for name, a in moving.items()})
+        results = {"y": y, "final_state": final, **{f"d{name}": g for name, g in gradients.items()}}
+        return {name: np.asarray(value, np.float64) for name, value in results.items()}
+
+
+def compare(case: Case, results: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> list[Comparison]:
+    forward, backward = BARS[case.dtype, "highest" if case.dtype != "float32" else case.precision]
+    return [
+        Comparison(name, relative_error(results[name], expected), forward if name in ("y", "final_state") else backward)
+        for name, expected in truth.items()
+    ]
+
+
+def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
+    """||value - expected|| / ||expected||; where nothing is expected, ||value||."""
+    size = float(np.linalg.norm(expected.ravel()))
+    return float(np.linalg.norm((value - expected).ravel())) / (size or 1.0)
