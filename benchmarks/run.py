@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", default="run", help="last part of the result file's name")
     made.add_argument("--output", type=Path, help=f"folder for the result file (default {RESULTS.name}/ here)")
     made.add_argument("--peer-autotune", choices=("quick", "full"), default="quick")
-    made.add_argument("--peer-configs", type=int, default=3, help="configurations per kernel of a quick peer tuning")
+    made.add_argument("--peer-configs", type=int, default=5, help="configurations per kernel of a quick peer tuning")
     made.add_argument("--repeats", type=int, default=9)
     made.add_argument("--sample-ms", type=float, default=20.0, help="device time aimed at per sample")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing new is started")

@@ -17,7 +17,7 @@ class Options:
     """`peer_autotune`: "quick" tries a few configurations of a peer's kernels, "full" its whole space."""
 
     peer_autotune: str = "quick"
-    peer_configs: int = 3
+    peer_configs: int = 5
 
     def __post_init__(self) -> None:
         if self.peer_autotune not in ("quick", "full"):

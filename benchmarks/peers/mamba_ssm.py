@@ -30,7 +30,7 @@ class MambaSsm(Peer):
         self.tuners = dict(_autotuners())
         self.spaces = {name: len(tuner.configs) for name, tuner in self.tuners.items()}
         for tuner in self.tuners.values():
-            if options.peer_autotune == "quick":
+            if options.peer_autotune == "quick" and all(_is_tile(config) for config in tuner.configs):
                 tuner.configs = sorted(tuner.configs, key=_distance)[: options.peer_configs]
             tuner._do_bench = _short_bench
         _compile_side_by_side()
@@ -107,10 +107,14 @@ def _autotuners() -> list[tuple[str, Any]]:
     return found
 
 
+def _is_tile(config: Any) -> bool:
+    """A matrix kernel's configuration; the others' are few and compile in no time."""
+    return {"BLOCK_SIZE_M", "BLOCK_SIZE_N"} <= set(config.kwargs)
+
+
 def _distance(config: Any) -> float:
     """Quick tuning tries the middle of the space first: tiles of about 64 x 64 and 64 x 128."""
-    sizes = [math.log2(value) for name, value in config.kwargs.items() if name in ("BLOCK_SIZE_M", "BLOCK_SIZE_N")]
-    return abs(sum(sizes) - 12.5) if len(sizes) == 2 else 0.0
+    return abs(math.log2(config.kwargs["BLOCK_SIZE_M"] * config.kwargs["BLOCK_SIZE_N"]) - 12.5)
 
 
 def _short_bench(call: Callable[[], Any], quantiles: Any) -> Any:
