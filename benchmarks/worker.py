@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import peers, rows, timing
 from benchmarks.cases import Case
-from benchmarks.peers.base import Options, Peer
+from benchmarks.peers.base import Options, Peer, version_of
 
 PREPARE = "prepare"  # the job that computes references and ceilings
 
@@ -66,17 +66,14 @@ def execute(job: Job) -> None:
 
 
 def _prepare(job: Job, say: Any) -> None:
-    import jax
-    import jaxlib
-
     from benchmarks import ceilings, reference
 
     say("device", ceilings.describe_device())
-    say("versions", {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__})
+    say("versions", {"python": sys.version.split()[0], "jax": version_of("jax"), "jaxlib": version_of("jaxlib")})
     say("ceilings", ceilings.measure_ceilings(job.effort))
     for case in job.cases:
         start = time.perf_counter()
-        results = reference.compute(case, tuple(passes_of(case, job.passes)))
+        results: dict[str, Any] = reference.compute(case, tuple(passes_of(case, job.passes)))
         np.savez(Path(job.folder) / f"{case.name}.npz", **results)
         gc.collect()
         say("reference", {"case": case.name, "seconds": time.perf_counter() - start})
