@@ -6,15 +6,26 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jax_ssd.mamba2.plan import (
+    ITEM_SIZE,
+    PROGRAMS,
+    SMALLEST_TILE,
+    Tiles,
+    check_supported,
+    passes,
+    power_of_two,
+    prepare,
+    scan_operands,
+)
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan
 from jax_ssd.specs import CuTileKernel, row_major
 
-ADJOINT, GRADIENTS = "jax_ssd.kernels.cutile.adjoint", "jax_ssd.kernels.cutile.gradients"
-DECAY, SEGMENTS = "jax_ssd.kernels.cutile.decay", "jax_ssd.kernels.cutile.segments"
-ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-SMALLEST_TILE = 16  # of a dimension that enters a matrix product
-MOST_STATE_ELEMENTS = 16384  # of a [state, head_dim] float32 tile that one program keeps in registers
+LARGEST_HEAD_DIM = 256
+STATE_TILE = 8192  # float32 elements of the [state, head_dim] adjoint in the registers of one program, by preference
+LARGEST_STATE_TILE = 2 * STATE_TILE
+LARGEST_CHUNK = 64
+MOST_SEGMENTS = 64
 HEAD_AXIS = {
     **dict.fromkeys(("x", "dy", "z", "dx", "dz", "B", "C", "step_gradient", "decay_gradient"), 2),
     **dict.fromkeys(("D", "initial_state", "dfinal", "dinitial_state", "step", "decay", "D_partial"), 1),
@@ -33,7 +44,7 @@ class BackwardConfig:
     chunk: tokens per chunk, a power of two. segments: pieces of a row that are walked at the same time.
     head_slices: the heads are taken in so many turns, which share the memory for chunk states; a slice is a part of a
       group or some whole groups. head_blocks: so many programs share the heads of a group and slice.
-    p_blocks, n_blocks: pieces of head_dim and of state that different programs take.
+    p_blocks, n_blocks: a program's tiles have this part of head_dim or of state, both rounded up to powers of two.
     """
 
     chunk: int = 64
@@ -57,25 +68,18 @@ class BackwardConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is less than 1.")
 
 
-def tile_size(size: int) -> int:
-    """The smallest tile dimension that covers size and that a matrix product takes."""
-    return max(SMALLEST_TILE, 1 << (size - 1).bit_length())
-
-
-def heuristic(problem: Problem, programs: int = 264) -> BackwardConfig:
-    """A configuration without measuring.
-
-    programs: as many should run at the same time as fill a large GPU (132 multiprocessors, two each).
-    """
-    chunk = min(problem.chunk_size or 64, 64)
-    chunk = min(tile_size(problem.seq), max(SMALLEST_TILE, 1 << (chunk.bit_length() - 1)))
-    width, state = tile_size(problem.head_dim), tile_size(problem.state)
-    p_blocks = min(max(1, width * state // 8192), width // SMALLEST_TILE)
+def heuristic(problem: Problem) -> BackwardConfig:
+    """A configuration without measuring: enough programs to fill a large GPU, in as little memory as that allows."""
+    chunk = min(problem.chunk_size or LARGEST_CHUNK, LARGEST_CHUNK, power_of_two(problem.seq, SMALLEST_TILE))
+    if passes(problem) == 3 or (problem.dtype == "float32" and problem.state > 128):
+        chunk = min(chunk, 32)
+    width, state = power_of_two(problem.head_dim, SMALLEST_TILE), power_of_two(problem.state, SMALLEST_TILE)
+    p_blocks = min(max(1, width * state // STATE_TILE), width // SMALLEST_TILE)
     n_blocks = max(1, state // 128)
     chunks = math.ceil(problem.seq / chunk)
     slices = _head_slices(problem, chunks)
-    rows = problem.batch * problem.heads // slices * p_blocks
-    segments = min(max(1, programs // rows), max(1, chunks // 4), 64)
+    programs = problem.batch * problem.heads // slices * p_blocks
+    segments = max(1, min(PROGRAMS // programs, chunks // 4, MOST_SEGMENTS))
     return BackwardConfig(chunk, segments, slices, 1, p_blocks, n_blocks)
 
 
@@ -104,8 +108,11 @@ def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
 
     Raises NotImplementedError for what the kernels do not do, ValueError for a configuration that does not fit.
     """
-    if problem.dtype not in ITEM_SIZE:
-        raise NotImplementedError(f"the kernels take bfloat16, float16 and float32, not {problem.dtype}.")
+    check_supported(problem)
+    if problem.head_dim > LARGEST_HEAD_DIM:
+        raise NotImplementedError(
+            f"the cuTile kernels of the backward take a head_dim up to {LARGEST_HEAD_DIM}, got {problem.head_dim}"
+        )
     return _Backward(problem, config or heuristic(problem)).plan()
 
 
@@ -115,7 +122,9 @@ class _Backward:
     def __init__(self, problem: Problem, config: BackwardConfig):
         self.problem, self.config = problem, config
         self.Q, self.chunks = config.chunk, math.ceil(problem.seq / config.chunk)
-        self.P, self.N = tile_size(problem.head_dim) // config.p_blocks, tile_size(problem.state)
+        self.width = power_of_two(problem.head_dim, SMALLEST_TILE)
+        self.P, self.N = self.width // config.p_blocks, power_of_two(problem.state, SMALLEST_TILE)
+        self.p_blocks = math.ceil(problem.head_dim / self.P)
         self.segment_chunks = math.ceil(self.chunks / config.segments)
         self.segments = math.ceil(self.chunks / self.segment_chunks)
         self.heads_per_group = problem.heads // problem.groups
@@ -124,7 +133,7 @@ class _Backward:
         self.padded = self.chunks * self.Q
         self.has_state = self.chunks > 1 or problem.has_initial_state
         self.has_adjoint = self.chunks > 1 or problem.has_dfinal
-        self.passes = 0 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 1
+        self.passes = passes(problem)
         self.turns = max(1, self.heads_per_group // self.slice_heads) if self.slice_heads else 1
         self.tiles = math.ceil(problem.seq / DT_TOKENS)
         self.partial = config.head_blocks > 1 or self.turns > 1
@@ -141,43 +150,27 @@ class _Backward:
             raise ValueError(f"head_blocks={config.head_blocks} does not divide {self.group_heads} heads.")
         if self.P < SMALLEST_TILE or self.N // config.n_blocks < SMALLEST_TILE:
             raise ValueError(f"{config.p_blocks=} or {config.n_blocks=} leaves tiles below {SMALLEST_TILE}.")
-        if self.N * self.P > MOST_STATE_ELEMENTS:
+        if self.N * self.P > LARGEST_STATE_TILE:
             raise NotImplementedError(
-                f"a program keeps a [state, head_dim] tile of at most {MOST_STATE_ELEMENTS} elements in registers; "
-                f"state {problem.state} and head_dim {problem.head_dim} in {config.p_blocks} take {self.N}x{self.P}."
-            )
-        if self.N > 512 or tile_size(problem.head_dim) > 256:
-            raise NotImplementedError(
-                f"the kernels take state up to 512 and head_dim up to 256, not {problem.state} and {problem.head_dim}."
+                f"a program of the backward keeps a tile of up to {LARGEST_STATE_TILE} elements of state x head_dim in "
+                f"registers, got {self.N} x {self.P} = {self.N * self.P}"
             )
 
     def operands(self) -> tuple[Buffer, ...]:
         p = self.problem
-        tokens, group = (p.batch, p.seq, p.heads, p.head_dim), (p.batch, p.seq, p.groups, p.state)
         state = (p.batch, p.heads, p.head_dim, p.state)
-        buffers = [
-            (True, Buffer("x", tokens, p.dtype)),
-            (True, Buffer("dt", tokens[:3], p.dt_dtype)),
-            (True, Buffer("A", (p.param_rows, p.heads), "float32")),
-            (True, Buffer("B", group, p.dtype)),
-            (True, Buffer("C", group, p.dtype)),
-            (p.has_D, Buffer("D", (p.param_rows, p.heads, p.head_dim), "float32")),
-            (p.has_z, Buffer("z", tokens, p.dtype)),
-            (p.has_dt_bias, Buffer("dt_bias", (p.param_rows, p.heads), "float32")),
-            (p.has_initial_state, Buffer("initial_state", state, "float32")),
-            (p.has_runs, Buffer("runs", (p.batch, p.seq), "int32")),
-            (True, Buffer("dy", tokens, p.dtype)),
-            (p.has_dfinal, Buffer("dfinal", state, "float32")),
-        ]
-        return tuple(buffer for present, buffer in buffers if present)
+        cotangents = [Buffer("dy", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)]
+        if p.has_dfinal:
+            cotangents.append(Buffer("dfinal", state, "float32"))
+        return (*scan_operands(p), *cotangents)
 
     def results(self) -> tuple[Buffer, ...]:
         p = self.problem
-        differentiated = [b for b in self.operands() if b.name not in ("runs", "dy", "dfinal")]
         per_row = ("A", "D", "dt_bias")
         return tuple(
             Buffer("d" + b.name, (p.batch, *b.shape[1:]) if b.name in per_row else b.shape, b.dtype)
-            for b in differentiated
+            for b in scan_operands(p)
+            if b.name != "runs"
         )
 
     def scratch(self) -> tuple[Buffer, ...]:
@@ -187,7 +180,7 @@ class _Backward:
         segment_states = (p.batch, self.slice_heads, self.segments - 1, p.state, p.head_dim)
         boundaries = (p.batch, self.slice_heads, self.segments, p.state, p.head_dim)
         groups = (self.config.head_blocks, p.batch, p.seq, p.groups, p.state)
-        several, blocks = self.segments > 1, self.config.p_blocks
+        several, blocks = self.segments > 1, self.p_blocks
         buffers = [
             (True, Buffer("step", rows, f32)),
             (True, Buffer("decay", rows, f32)),
@@ -211,7 +204,7 @@ class _Backward:
 
     def plan(self) -> Plan:
         self.buffers = {b.name: b for b in (*self.operands(), *self.results(), *self.scratch())}
-        launches = [self.prepare()]
+        launches = [prepare(self.problem, Tiles(self.Q, self.width, 1, self.prepare_heads()))]
         for turn in range(self.config.head_slices):
             launches += self.slice_launches(turn)
         launches += self.sums()
@@ -245,19 +238,14 @@ class _Backward:
         shape[axis] = part
         return ArrayArg(buffer.name, tuple(shape), strides, first * strides[axis])
 
+    def prepare_heads(self) -> int:
+        """Heads per program of the preparing kernel, whose tile is [heads, chunk, chunk] if there are runs."""
+        return 1 if self.problem.has_runs else min(32, power_of_two(self.problem.heads))
+
     def dt_tile(self) -> tuple[int, int]:
         """Heads per tile of the kernels that read dt, and how many such tiles cover all heads."""
-        heads = min(DT_HEADS, 1 << (self.problem.heads - 1).bit_length())
+        heads = min(DT_HEADS, power_of_two(self.problem.heads))
         return heads, math.ceil(self.problem.heads / heads)
-
-    def prepare(self) -> Launch:
-        p = self.problem
-        heads, blocks = self.dt_tile()
-        low, high = map(float, p.dt_limit)
-        sizes = [self.Q, heads, blocks, self.chunks, p.seq]
-        flags = [p.param_rows == 1, p.has_dt_bias, p.dt_softplus, low, high, p.has_runs]
-        arguments = ["dt", "dt_bias", "A", "runs", "step", "decay", *sizes, *flags]
-        return self.launch(DECAY, "prepare", p.batch * self.chunks * blocks, arguments)
 
     def slice_launches(self, turn: int) -> Iterator[Launch]:
         """The launches that take one slice of heads from segment passes to dB and dC."""
@@ -266,31 +254,31 @@ class _Backward:
         def views(*names: str) -> list[ArrayArg]:
             return [self.view(name, turn, config.head_slices) for name in names]
 
-        rows = p.batch * self.slice_heads * config.p_blocks
+        rows = p.batch * self.slice_heads * self.p_blocks
         tiles, heads = [self.Q, self.P, self.N], self.slice_heads
-        sizes = [*tiles, config.p_blocks, heads, self.chunks, self.segments, self.segment_chunks, self.group_heads]
+        sizes = [*tiles, self.p_blocks, heads, self.chunks, self.segments, self.segment_chunks, self.group_heads]
         hints = [p.has_runs, self.passes, config.latency]
         if self.segments > 1:
             blocks = (self.segments - 1) * rows
-            theirs = [*tiles, heads, self.group_heads, config.p_blocks, self.chunks, self.segment_chunks, p.seq]
+            theirs = [*tiles, heads, self.group_heads, self.p_blocks, self.chunks, self.segment_chunks, p.seq]
             arguments = [*views("x", "B", "step", "decay", "runs", "segment_ends", "end_totals"), *theirs, *hints]
-            yield self.launch(SEGMENTS, "segment_state", blocks, arguments, config.states_occupancy)
+            yield self.launch("segments", "segment_state", blocks, arguments, config.states_occupancy)
             arrays = views("dy", "z", "C", "decay", "runs", "segment_adjoints", "adjoint_totals")
             arguments = [*arrays, *sizes, p.has_z, *hints]
-            yield self.launch(ADJOINT, "segment_adjoint", blocks, arguments, config.states_occupancy)
+            yield self.launch("adjoint", "segment_adjoint", blocks, arguments, config.states_occupancy)
             yield self.join_launch(views)
         several = self.segments > 1
         if self.has_state:
             arrays = views("x", "B", "step", "decay", "runs", "starts" if several else "initial_state", "states")
             arguments = [*arrays, *sizes, several or p.has_initial_state, *hints]
-            yield self.launch(ADJOINT, "chunk_states", self.segments * rows, arguments, config.states_occupancy)
+            yield self.launch("adjoint", "chunk_states", self.segments * rows, arguments, config.states_occupancy)
         inputs = views("x", "dy", "z", "B", "C", "step", "decay", "D", "runs")
         inputs += views("stops" if several else "dfinal", "states")
         outputs = views("adjoints", "dx", "dz", "step_gradient", "decay_gradient")
         flags = [p.param_rows == 1, p.has_D, p.has_z, self.has_state, self.has_adjoint, several or p.has_dfinal]
         flags += [p.has_initial_state]
         arguments = [*inputs, *outputs, *views("dinitial_state"), *sizes, *flags, *hints]
-        yield self.launch(ADJOINT, "token_gradients", self.segments * rows, arguments, config.tokens_occupancy)
+        yield self.launch("adjoint", "token_gradients", self.segments * rows, arguments, config.tokens_occupancy)
         yield from self.group_launches(turn, views)
 
     def join_launch(self, views: Callable[..., list[ArrayArg]]) -> Launch:
@@ -298,20 +286,22 @@ class _Backward:
         p = self.problem
         arrays = views("segment_ends", "end_totals", "initial_state", "starts")
         arrays += views("segment_adjoints", "adjoint_totals", "dfinal", "stops")
-        width = tile_size(p.head_dim)
-        height = max(1, min(self.N, JOIN_ELEMENTS // width))
-        blocks = self.N // height
+        width = self.width
+        height = min(self.N, max(1, JOIN_ELEMENTS // width))
+        blocks = math.ceil(p.state / height)
         sizes = [width, height, blocks, self.slice_heads, self.segments]
         arguments = [*arrays, *sizes, p.has_initial_state, p.has_dfinal, p.has_runs]
-        return self.launch(ADJOINT, "join_segments", 2 * blocks * p.batch * self.slice_heads, arguments)
+        return self.launch("adjoint", "join_segments", 2 * blocks * p.batch * self.slice_heads, arguments)
 
     def group_launches(self, turn: int, views: Callable[..., list[ArrayArg]]) -> Iterator[Launch]:
         """dB and dC: into the results when the last heads of a group are added, into partial sums before."""
         p, config = self.problem, self.config
         groups, part = self.slice_heads // self.group_heads, turn % self.turns
         complete = config.head_blocks == 1 and part == self.turns - 1
-        blocks = config.n_blocks * config.head_blocks * groups * self.chunks * p.batch
-        sizes = [self.Q, self.P * config.p_blocks, self.N // config.n_blocks, config.n_blocks, self.chunks]
+        height = self.N // config.n_blocks
+        n_blocks = math.ceil(p.state / height)
+        blocks = n_blocks * config.head_blocks * groups * self.chunks * p.batch
+        sizes = [self.Q, self.width, height, n_blocks, self.chunks]
         sizes += [self.group_heads, self.group_heads // config.head_blocks, groups]
         for function, name, other, states, present in (
             ("source_gradient", "B", "C", "adjoints", self.has_adjoint),
@@ -324,7 +314,7 @@ class _Backward:
             flags = [p.has_z, present, p.has_runs, part > 0, self.passes, config.latency]
             if name == "C":
                 arrays, flags = [*arrays, *views("D_partial")], [p.has_D, *flags]
-            yield self.launch(GRADIENTS, function, blocks, [*arrays, *sizes, *flags], config.groups_occupancy)
+            yield self.launch("gradients", function, blocks, [*arrays, *sizes, *flags], config.groups_occupancy)
 
     def one_block(self, view: ArrayArg) -> ArrayArg:
         """dB or dC with a leading axis of one head block."""
@@ -340,14 +330,14 @@ class _Backward:
             for name in ("B", "C"):
                 partial = ArrayArg(f"{name}_partial", (self.config.head_blocks, size))
                 arguments = [partial, ArrayArg(f"d{name}", (size,)), self.config.head_blocks, 1024]
-                yield self.launch(GRADIENTS, "sum_head_blocks", math.ceil(size / 1024), arguments)
+                yield self.launch("gradients", "sum_head_blocks", math.ceil(size / 1024), arguments)
         heads, blocks = self.dt_tile()
         low, high = map(float, p.dt_limit)
-        bias, blocks_p = p.has_dt_bias, self.config.p_blocks
+        bias, blocks_p = p.has_dt_bias, self.p_blocks
         arguments = ["dt", "A", "dt_bias", "runs", "step", "step_gradient", "decay_gradient", "ddt", "A_partial"]
         arguments += ["bias_partial", DT_TOKENS, heads, blocks, self.tiles, blocks_p, p.param_rows == 1, p.dt_softplus]
         arguments += [low, high, bias, p.has_runs]
-        yield self.launch(GRADIENTS, "step_gradients", p.batch * self.tiles * blocks, arguments)
-        arguments = ["A_partial", "bias_partial", "D_partial", "dA", "ddt_bias", "dD", tile_size(p.head_dim)]
+        yield self.launch("gradients", "step_gradients", p.batch * self.tiles * blocks, arguments)
+        arguments = ["A_partial", "bias_partial", "D_partial", "dA", "ddt_bias", "dD", self.width]
         arguments += [p.heads, self.tiles, self.chunks, bias, p.has_D]
-        yield self.launch(GRADIENTS, "parameter_gradients", p.batch * p.heads, arguments)
+        yield self.launch("gradients", "parameter_gradients", p.batch * p.heads, arguments)
