@@ -96,7 +96,8 @@ def find(text: str) -> list[Case]:
         words = sizes.split(",")
         if len(words) not in (6, 7):
             raise ValueError(f"case {text!r}: expected name=B,T,G,H,N,P or name=B,T,G,H,N,P,dtype")
-        case = Case(name, *(int(word) for word in words[:6]))
+        batch, seq, groups, heads, state, head_dim = (int(word) for word in words[:6])
+        case = Case(name, batch, seq, groups, heads, state, head_dim)
         return [replace(case, dtype=words[6])] if len(words) == 7 else [case]
     if text.endswith("*"):
         found = [case for name, case in CASES.items() if name.startswith(text[:-1])]

@@ -34,8 +34,8 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
 
 
 def dtypes(case: Case) -> dict[str, str]:
-    half = dict.fromkeys(("x", "B", "C", "dy"), case.dtype)
-    return half | dict.fromkeys(("dt", "A", "D", "dt_bias", "state_in"), "float32")
+    full = ("dt", "A", "D", "dt_bias", "state_in")
+    return {name: "float32" if name in full else case.dtype for name in shapes(case)}
 
 
 def numpy_dtype(name: str) -> Any:

@@ -28,7 +28,7 @@ class Own(JaxPeer):
     def forward(self, case: Case, variant: Variant) -> Callable[..., Any]:
         import jax_ssd
 
-        settings = self._settings(case) | {"precision": self.precision}
+        settings: dict[str, Any] = self._settings(case) | {"precision": self.precision}
         return lambda x, dt, A, B, C, D, dt_bias=None: jax_ssd.mamba2(x, dt, A, B, C, D, dt_bias=dt_bias, **settings)
 
     def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
