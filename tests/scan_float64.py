@@ -17,10 +17,21 @@ def dtype_of(name: str) -> np.dtype:
 def problem(**changes: Any) -> Problem:
     """A small problem in float32 with every option off, and what changes."""
     base = {
-        "batch": 2, "seq": 33, "heads": 4, "head_dim": 16, "groups": 2, "state": 16, "dtype": "float32", "dt_dtype": "float32", "param_rows": 1,
-        "dt_softplus": False, "dt_limit": (0.0, float("inf")), "has_D": False, "has_z": False, "has_dt_bias": False,
-        "has_initial_state": False, "has_runs": False, "return_final_state": True, "chunk_size": 16, "precision": "highest",
-    }  # fmt: skip
+        **dict.fromkeys(("has_D", "has_z", "has_dt_bias", "has_initial_state", "has_runs", "dt_softplus"), False),
+        "batch": 2,
+        "seq": 33,
+        "heads": 4,
+        "head_dim": 16,
+        "groups": 2,
+        "state": 16,
+        "chunk_size": 16,
+        "dtype": "float32",
+        "dt_dtype": "float32",
+        "precision": "highest",
+        "param_rows": 1,
+        "dt_limit": (0.0, float("inf")),
+        "return_final_state": True,
+    }
     return Problem(**{**base, **changes})
 
 

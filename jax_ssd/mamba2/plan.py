@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan
+from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan, ScalarArg
 from jax_ssd.specs import CuTileKernel
 
 ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -131,7 +131,7 @@ class _Forward:
         launches.append(self.forward())
         return Plan("mamba2_forward", self.operands, self.results, tuple(self.scratch), tuple(launches), {})
 
-    def arrays(self, *names: str) -> list[ArrayArg]:
+    def arrays(self, *names: str) -> list[Any]:
         present = {b.name for b in (*self.operands, *self.results, *self.scratch)}
         return [ArrayArg(name if name in present else "x") for name in names]  # the kernel never touches a stand-in
 
@@ -155,14 +155,15 @@ class _Forward:
         arrays = self.arrays(
             "x", "B", "C", "step", "decay", "D", "z", "runs", "initial_state", "ends", "totals", "y", "final_state"
         )
+        arrays.append(ScalarArg(p.seq, "int32"))
         options = [p.param_rows == 1, p.has_D, p.has_z, p.has_runs, p.has_initial_state, p.return_final_state]
         constants = [*self.sizes(), self.segments, self.chunks_per_segment, p.seq, *options, passes(p), c.latency]
         programs = p.batch * self.segments * p.heads * self.blocks
         return launch(self.kernel("forward", "forward", c.occupancy), programs, arrays, constants)
 
 
-def launch(kernel: CuTileKernel, programs: int, arrays: list[ArrayArg], constants: list[Any]) -> Launch:
-    """One launch of so many programs: arrays first, then what is compiled in."""
+def launch(kernel: CuTileKernel, programs: int, arrays: list[Any], constants: list[Any]) -> Launch:
+    """One launch of so many programs: what is passed first, then what is compiled in."""
     return Launch(kernel, (programs, 1, 1), (*arrays, *map(ConstantArg, constants)))
 
 

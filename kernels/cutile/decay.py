@@ -99,7 +99,7 @@ def prepare(
     """dt [batch, seq, heads] -> step, decay [batch, heads, CHUNKS * Q] float32; one program per (row, chunk, heads).
 
     step is 0 for padding tokens and past the end; decay is its inclusive running log2 decay within the chunk, and
-    within the run if there are runs. The layout makes a chunk of one head a contiguous stretch for the kernels that follow.
+    within the run if there are runs. A chunk of one head is a contiguous stretch for the kernels that follow.
     """
     pid = ct.bid(0)
     block = pid % HEAD_BLOCKS

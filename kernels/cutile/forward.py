@@ -2,24 +2,25 @@
 
 import cuda.tile as ct
 
-from .decay import INF, LOG2E, param_row, run_numbers
+from .decay import LOG2E, ZERO, param_row, run_numbers
 from .precision import dot
 from .segments import (
     advance,
-    advance_exactly,
     advance_in_runs,
+    advance_token,
     chunks_of,
     is_finite,
     last_of,
     load_chunk,
     load_chunk_transposed,
     load_scalars,
+    load_token,
     run_before,
+    run_of_token,
     start_state,
 )
 
 Const = ct.Constant
-NAN = float("nan")
 
 
 def silu(z):
@@ -50,6 +51,7 @@ def forward(
     totals,
     y,
     final,
+    tokens,
     Q: Const[int],
     P: Const[int],
     N: Const[int],
@@ -73,10 +75,11 @@ def forward(
 
     x, z, y [batch, seq, heads, head_dim]; B, C [batch, seq, groups, state]; step, decay [batch, heads, padded seq];
     D [rows, heads, head_dim]; runs [batch, seq]; initial, final [batch, heads, head_dim, state]; ends, totals from
-    `segment_state`.
+    `segment_state`. tokens is seq once more, at run time: the compiler takes minutes over a loop of so many steps if it
+    knows their number.
 
     The first walk multiplies what must not enter by zero, which is fast and exact for finite numbers. A NaN or infinity
-    in x, B, dt or a state is still there in the last state; then, and only then, a second walk does it again exactly: a
+    in x, B, dt or a state is still there in the last state; then, and only then, a second walk goes token by token: a
     NaN shows at its own token and after, within its run, and nowhere else.
     """
     pid = ct.bid(0)
@@ -91,7 +94,7 @@ def forward(
     causal = token[:, None] >= token[None, :]
     if HAS_D:
         skip = ct.load(
-            D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P), padding_mode=ct.PaddingMode.ZERO
+            D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P), padding_mode=ZERO
         ).reshape((1, P))
     if HAS_RUNS:
         before = run_before(runs, row, first, Q)
@@ -128,39 +131,28 @@ def forward(
     if not is_finite(state):
         state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
         if HAS_RUNS:
-            before = run_before(runs, row, first, Q)
-        for i in range(count):
-            chunk = first + i
-            ctile = load_chunk(C, row, chunk, group, 0, Q, N, 1)
-            bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, 1)
-            xt = load_chunk(x, row, chunk, head, block, Q, P, 1)
-            steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-            last = last_of(decays, Q)
-            # x enters the product without its NaNs; the weights of such a token carry them, to kept pairs alone.
-            xf = xt.astype(ct.float32)
-            good = ct.abs(xf) < INF
-            taint = ct.where(ct.min(ct.where(good, 1, 0), axis=1) > 0, steps, NAN)
-            clean = ct.where(good, xf, 0.0).astype(x.dtype)
-            cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES)
-            carried = dot(ctile, state.astype(C.dtype), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
-            carried = carried * ct.exp2(decays)[:, None]
-            kept = causal
+            run = run_before(runs, row, first, Q).reshape((1, 1))
+        for t in range(first * Q, min((first + count) * Q, tokens)):
+            restarts = ct.full((1, 1), t % Q, dtype=ct.int32) == 0
             if HAS_RUNS:
-                number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
-                carried = ct.where((number == before)[:, None], carried, 0.0)
-                kept = causal & (number[:, None] == number[None, :]) & real[None, :]
-            out = dot(pair_weights(cb, taint, decays, kept).astype(x.dtype), clean, carried, PASSES)
+                number, real = run_of_token(runs, row, t)
+                starts = number != run
+                restarts = restarts | starts
+                state = ct.where(starts, 0.0, state)
+                run = number
+            x_row = load_token(x, row, t, head, block, P)
+            b_column = load_token(B, row, t, group, 0, N).reshape((N, 1))
+            c_column = load_token(C, row, t, group, 0, N).reshape((N, 1))
+            after = advance_token(state, x_row, b_column, step, decay, row, head, t, restarts)
+            out = ct.sum(after * c_column, axis=0, keepdims=True)
             if HAS_D:
-                out = out + skip * xf
+                out = out + skip * x_row
             if HAS_Z:
-                out = out * silu(load_chunk(z, row, chunk, head, block, Q, P, 1).astype(ct.float32))
+                out = out * silu(load_token(z, row, t, head, block, P))
             if HAS_RUNS:
-                out = ct.where(real[:, None], out, 0.0)
-            ct.store(y, index=(row, chunk, head, block), tile=out.astype(y.dtype).reshape((1, Q, 1, P)))
-            if HAS_RUNS:
-                state = advance_exactly(state, bt, xt, steps, decays, last, number, real, end, before, PASSES)
-                before = end
+                out, state = ct.where(real, out, 0.0), ct.where(real, after, state)
             else:
-                state = advance(state, bt, xt, steps, decays, last, PASSES)
+                state = after
+            ct.store(y, index=(row, t, head, block), tile=out.astype(y.dtype).reshape((1, 1, 1, P)))
     if HAS_FINAL and segment == SEGMENTS - 1:
         ct.store(final, index=(row, head, 0, block), tile=state.reshape((1, 1, N, P)), order=(0, 1, 3, 2))

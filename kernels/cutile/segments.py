@@ -69,20 +69,31 @@ def advance(state, b, x, step, decay, last, PASSES):
 def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES):
     """The same in packed sequences: only the tokens of the last run enter, and the old state if it is of that run.
 
-    What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_exactly`.
+    What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_token`.
     """
     into = ct.where(number == end, step * ct.exp2(last - decay), 0.0)
     scaled = (x.astype(ct.float32) * into[:, None]).astype(x.dtype)
     return dot(b, scaled, ct.where(end == before, ct.exp2(last), 0.0) * state, PASSES)
 
 
-def advance_exactly(state, b, x, step, decay, last, number, real, end, before, PASSES):
-    """The same with selections in place of products by zero: no NaN passes from a run, or from padding, to another."""
-    enters = (number == end) & real
-    into = step * ct.exp2(last - decay)
-    scaled = ct.where(enters[:, None], x.astype(ct.float32) * into[:, None], 0.0).astype(x.dtype)
-    old = ct.where((end == before)[:, None], ct.exp2(last) * state, 0.0)
-    return dot(ct.where(enters[None, :], b, 0.0).astype(x.dtype), scaled, old, PASSES)
+def load_token(array, row, t, head, block, WIDTH):
+    """One token of [batch, seq, heads or groups, width], float32: [1, WIDTH]."""
+    tile = ct.load(array, index=(row, t, head, block), shape=(1, 1, 1, WIDTH), padding_mode=ZERO, latency=1)
+    return tile.reshape((1, WIDTH)).astype(ct.float32)
+
+
+def advance_token(state, xt, bt, step, decay, row, head, t, restarts):
+    """The state [N, P] after one token, as the recurrence says; xt [1, P], bt [N, 1], restarts: the running decay does."""
+    size = ct.load(step, index=(row, head, t), shape=(1, 1, 1), latency=1).reshape((1, 1))
+    total = ct.load(decay, index=(row, head, t), shape=(1, 1, 1), latency=1).reshape((1, 1))
+    earlier = ct.load(decay, index=(row, head, max(t - 1, 0)), shape=(1, 1, 1), latency=1).reshape((1, 1))
+    return ct.exp2(ct.where(restarts, total, total - earlier)) * state + bt * (size * xt)
+
+
+def run_of_token(runs, row, t):
+    """The run of a token and whether it is real: both [1, 1]."""
+    run = ct.load(runs, index=(row, t), shape=(1, 1), latency=1)
+    return ct.where(run < 0, -1 - run, run), run >= 0
 
 
 def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS):
@@ -159,17 +170,16 @@ def segment_state(
         total = ct.where(before == entered, total, -INF)
         if not is_finite(state):
             state = ct.full((N, P), 0.0, dtype=ct.float32)
-            before = entered
-            for i in range(CHUNKS_PER_SEGMENT):
-                chunk = first + i
-                xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
-                bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
-                steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-                number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
-                state = advance_exactly(
-                    state, bt, xt, steps, decays, last_of(decays, Q), number, real, end, before, PASSES
-                )
-                before = end
+            before = entered.reshape((1, 1))
+            for t in range(first * Q, (first + CHUNKS_PER_SEGMENT) * Q):
+                number, real = run_of_token(runs, row, t)
+                starts = number != before
+                state = ct.where(starts, 0.0, state)
+                xt = load_token(x, row, t, head, block, P)
+                bt = load_token(B, row, t, group, 0, N).reshape((N, 1))
+                restarts = starts | (ct.full((1, 1), t % Q, dtype=ct.int32) == 0)
+                state = ct.where(real, advance_token(state, xt, bt, step, decay, row, head, t, restarts), state)
+                before = number
     ct.store(ends, index=(row, head, segment, 0, block), tile=state.reshape((1, 1, 1, N, P)))
     if block == 0:
         ct.store(totals, index=(row, head, segment), tile=total.reshape((1, 1, 1)))
