@@ -8,6 +8,7 @@ Pair tiles are [j, i] (source token first), so that what multiplies dy' is the p
 over i stays inside a row. A grid is one-dimensional; the heads of one row and segment are neighbours, because they read
 the same B and C. A launch may cover a slice of the heads: its arrays are then views, and `heads` below counts those.
 """
+
 import cuda.tile as ct
 
 from .decay import INF, ZERO, param_row, run_numbers
@@ -20,8 +21,9 @@ MASKED = -1e30  # an exponent whose exp2 is exactly zero
 
 def load_state(array, row, head, n_block, N, P, p_block):
     """Tile [N, P] of [batch, heads, head_dim, state]."""
-    return ct.load(array, index=(row, head, n_block, p_block), shape=(1, 1, N, P), order=(0, 1, 3, 2),
-                   padding_mode=ZERO).reshape((N, P))
+    return ct.load(
+        array, index=(row, head, n_block, p_block), shape=(1, 1, N, P), order=(0, 1, 3, 2), padding_mode=ZERO
+    ).reshape((N, P))
 
 
 def gate(z):
@@ -60,10 +62,28 @@ def this_block(HEADS, SEGMENTS, P_BLOCKS):
 
 
 @ct.kernel
-def segment_adjoint(dy, z, c, decay, runs, starts, totals, Q: Const[int], P: Const[int], N: Const[int],
-                    P_BLOCKS: Const[int], HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int],
-                    SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_Z: Const[bool], HAS_RUNS: Const[bool],
-                    PASSES: Const[int], LATENCY: Const[int]):
+def segment_adjoint(
+    dy,
+    z,
+    c,
+    decay,
+    runs,
+    starts,
+    totals,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    P_BLOCKS: Const[int],
+    HEADS: Const[int],
+    CHUNKS: Const[int],
+    SEGMENTS: Const[int],
+    SEGMENT_CHUNKS: Const[int],
+    HEADS_PER_GROUP: Const[int],
+    HAS_Z: Const[bool],
+    HAS_RUNS: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """Each segment's contribution to the adjoint of its start state, and its total decay.
 
     starts [batch, heads, segments - 1, state, head_dim] float32 is sum_i exp2(decay from the segment's start to i)
@@ -115,8 +135,9 @@ def load_boundary(array, row, head, segment, N, P, block, SEGMENTS, PRESENT):
 
 def load_segment(array, row, head, segment, n_block, N, P, p_block):
     """Tile [N, P] of [batch, heads, segments, state, head_dim]."""
-    return ct.load(array, index=(row, head, segment, n_block, p_block), shape=(1, 1, 1, N, P),
-                   padding_mode=ZERO).reshape((N, P))
+    return ct.load(
+        array, index=(row, head, segment, n_block, p_block), shape=(1, 1, 1, N, P), padding_mode=ZERO
+    ).reshape((N, P))
 
 
 def store_segment(array, row, head, segment, n_block, tile, N, P, p_block):
@@ -124,9 +145,24 @@ def store_segment(array, row, head, segment, n_block, tile, N, P, p_block):
 
 
 @ct.kernel
-def join_segments(ends, end_totals, initial, starts, adjoints, adjoint_totals, dfinal, stops, P: Const[int],
-                  N: Const[int], N_BLOCKS: Const[int], HEADS: Const[int], SEGMENTS: Const[int],
-                  HAS_INITIAL: Const[bool], HAS_DFINAL: Const[bool], HAS_RUNS: Const[bool]):
+def join_segments(
+    ends,
+    end_totals,
+    initial,
+    starts,
+    adjoints,
+    adjoint_totals,
+    dfinal,
+    stops,
+    P: Const[int],
+    N: Const[int],
+    N_BLOCKS: Const[int],
+    HEADS: Const[int],
+    SEGMENTS: Const[int],
+    HAS_INITIAL: Const[bool],
+    HAS_DFINAL: Const[bool],
+    HAS_RUNS: Const[bool],
+):
     """The state at every segment's start and its adjoint at every segment's end, from what the segments give alone.
 
     ends, end_totals from segment_state; adjoints, adjoint_totals from segment_adjoint; starts, stops [batch, heads,
@@ -160,10 +196,28 @@ def joined(carry, alone, totals, row, head, segment, n_block, N, P, HAS_RUNS):
 
 
 @ct.kernel
-def chunk_states(x, b, step, decay, runs, starts, states, Q: Const[int], P: Const[int], N: Const[int],
-                 P_BLOCKS: Const[int], HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int],
-                 SEGMENT_CHUNKS: Const[int], HEADS_PER_GROUP: Const[int], HAS_START: Const[bool],
-                 HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+def chunk_states(
+    x,
+    b,
+    step,
+    decay,
+    runs,
+    starts,
+    states,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    P_BLOCKS: Const[int],
+    HEADS: Const[int],
+    CHUNKS: Const[int],
+    SEGMENTS: Const[int],
+    SEGMENT_CHUNKS: Const[int],
+    HEADS_PER_GROUP: Const[int],
+    HAS_START: Const[bool],
+    HAS_RUNS: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """Stores the state at every chunk's start: states [batch, heads, chunks, state, head_dim] in x's dtype.
 
     Grid SEGMENTS * batch * heads * P_BLOCKS. starts: of each segment [batch, heads, SEGMENTS, state, head_dim] float32,
@@ -192,12 +246,44 @@ def store_chunk_state(states, row, head, chunk, p_block, state, N, P):
 
 
 @ct.kernel
-def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjoints, dx, dz,
-                    dstep, ddecay, dinitial, Q: Const[int], P: Const[int], N: Const[int], P_BLOCKS: Const[int],
-                    HEADS: Const[int], CHUNKS: Const[int], SEGMENTS: Const[int], SEGMENT_CHUNKS: Const[int],
-                    HEADS_PER_GROUP: Const[int], SHARED_PARAMS: Const[bool], HAS_D: Const[bool], HAS_Z: Const[bool],
-                    HAS_STATE: Const[bool], HAS_ADJOINT: Const[bool], HAS_STOP: Const[bool], HAS_INITIAL: Const[bool],
-                    HAS_RUNS: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+def token_gradients(
+    x,
+    dy,
+    z,
+    b,
+    c,
+    step,
+    decay,
+    skip,
+    runs,
+    stops,
+    states,
+    adjoints,
+    dx,
+    dz,
+    dstep,
+    ddecay,
+    dinitial,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    P_BLOCKS: Const[int],
+    HEADS: Const[int],
+    CHUNKS: Const[int],
+    SEGMENTS: Const[int],
+    SEGMENT_CHUNKS: Const[int],
+    HEADS_PER_GROUP: Const[int],
+    SHARED_PARAMS: Const[bool],
+    HAS_D: Const[bool],
+    HAS_Z: Const[bool],
+    HAS_STATE: Const[bool],
+    HAS_ADJOINT: Const[bool],
+    HAS_STOP: Const[bool],
+    HAS_INITIAL: Const[bool],
+    HAS_RUNS: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """Walks the chunks of a segment backwards with T in registers; everything that belongs to one token of one head.
 
     Writes dx, dz; dstep and ddecay [P_BLOCKS, batch, heads, padded seq] float32, the gradients of s (direct) and of a
@@ -216,8 +302,9 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
     zero_pairs, zero_tokens = ct.full((Q, Q), 0.0, dtype=ct.float32), ct.full((Q, P), 0.0, dtype=ct.float32)
     T = load_boundary(stops, row, head, segment, N, P, p_block, SEGMENTS, HAS_STOP)
     if HAS_D:
-        d = ct.load(skip, index=(param_row(row, SHARED_PARAMS), head, p_block), shape=(1, 1, P),
-                    padding_mode=ZERO).reshape((1, P))
+        d = ct.load(
+            skip, index=(param_row(row, SHARED_PARAMS), head, p_block), shape=(1, 1, P), padding_mode=ZERO
+        ).reshape((1, P))
 
     for k in range(count):
         chunk = first + count - 1 - k
@@ -275,8 +362,9 @@ def token_gradients(x, dy, z, b, c, step, decay, skip, runs, stops, states, adjo
         store_tokens(dx, row, chunk, head, p_block, dx_tile, Q, P)
         scaled = dyf * enter[:, None]
         if HAS_STATE:
-            S = ct.load(states, index=(row, head, chunk, 0, p_block), shape=(1, 1, 1, N, P), padding_mode=ZERO,
-                        latency=LATENCY).reshape((N, P))
+            S = ct.load(
+                states, index=(row, head, chunk, 0, p_block), shape=(1, 1, 1, N, P), padding_mode=ZERO, latency=LATENCY
+            ).reshape((N, P))
             from_state = dot(c_tile, S, zero_tokens, PASSES)
             dg = dg + ct.sum(from_state * scaled, axis=1)
             if HAS_ADJOINT:

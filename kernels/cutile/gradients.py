@@ -3,6 +3,7 @@
 Notation as in adjoint.py. Every sum is taken in a fixed order: over the heads of a group in a loop, over head blocks,
 P-blocks, segments and token tiles in kernels of their own; nothing is added atomically.
 """
+
 import cuda.tile as ct
 
 from .adjoint import MASKED, gated
@@ -23,10 +24,32 @@ def group_block(N_BLOCKS, HEAD_BLOCKS, GROUPS, CHUNKS):
 
 
 @ct.kernel
-def source_gradient(x, dy, z, c, step, decay, runs, adjoints, earlier, db, Q: Const[int], P: Const[int], N: Const[int],
-                    N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int], BLOCK_HEADS: Const[int],
-                    GROUPS: Const[int], HAS_Z: Const[bool], HAS_ADJOINT: Const[bool], HAS_RUNS: Const[bool],
-                    ACCUMULATE: Const[bool], PASSES: Const[int], LATENCY: Const[int]):
+def source_gradient(
+    x,
+    dy,
+    z,
+    c,
+    step,
+    decay,
+    runs,
+    adjoints,
+    earlier,
+    db,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    N_BLOCKS: Const[int],
+    CHUNKS: Const[int],
+    GROUP_HEADS: Const[int],
+    BLOCK_HEADS: Const[int],
+    GROUPS: Const[int],
+    HAS_Z: Const[bool],
+    HAS_ADJOINT: Const[bool],
+    HAS_RUNS: Const[bool],
+    ACCUMULATE: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """dB of one chunk, group and block of N state columns, summed over a block of heads.
 
     adjoints [batch, heads, chunks, state, head_dim]: T of every chunk. db [head_blocks, batch, seq, groups, state]:
@@ -65,11 +88,34 @@ def source_gradient(x, dy, z, c, step, decay, runs, adjoints, earlier, db, Q: Co
 
 
 @ct.kernel
-def target_gradient(x, dy, z, b, step, decay, runs, states, earlier, dc, dskip, Q: Const[int], P: Const[int],
-                    N: Const[int], N_BLOCKS: Const[int], CHUNKS: Const[int], GROUP_HEADS: Const[int],
-                    BLOCK_HEADS: Const[int], GROUPS: Const[int], HAS_D: Const[bool], HAS_Z: Const[bool],
-                    HAS_STATE: Const[bool], HAS_RUNS: Const[bool], ACCUMULATE: Const[bool], PASSES: Const[int],
-                    LATENCY: Const[int]):
+def target_gradient(
+    x,
+    dy,
+    z,
+    b,
+    step,
+    decay,
+    runs,
+    states,
+    earlier,
+    dc,
+    dskip,
+    Q: Const[int],
+    P: Const[int],
+    N: Const[int],
+    N_BLOCKS: Const[int],
+    CHUNKS: Const[int],
+    GROUP_HEADS: Const[int],
+    BLOCK_HEADS: Const[int],
+    GROUPS: Const[int],
+    HAS_D: Const[bool],
+    HAS_Z: Const[bool],
+    HAS_STATE: Const[bool],
+    HAS_RUNS: Const[bool],
+    ACCUMULATE: Const[bool],
+    PASSES: Const[int],
+    LATENCY: Const[int],
+):
     """dC in the same way, from states [batch, heads, chunks, state, head_dim], S of every chunk.
 
     Also each chunk's part of dD, dskip [batch, heads, chunks, head_dim] float32: registers are free here.
@@ -120,8 +166,9 @@ def store_group(array, earlier, row, chunk, group, head_block, n_block, tile, Q,
 
 def load_chunk_state(array, row, head, chunk, N, P, n_block, LATENCY):
     """Tile [N, P] of [batch, heads, chunks, state, head_dim]."""
-    return ct.load(array, index=(row, head, chunk, n_block, 0), shape=(1, 1, 1, N, P), padding_mode=ZERO,
-                   latency=LATENCY).reshape((N, P))
+    return ct.load(
+        array, index=(row, head, chunk, n_block, 0), shape=(1, 1, 1, N, P), padding_mode=ZERO, latency=LATENCY
+    ).reshape((N, P))
 
 
 @ct.kernel
@@ -135,10 +182,29 @@ def sum_head_blocks(partial, result, BLOCKS: Const[int], TILE: Const[int]):
 
 
 @ct.kernel
-def step_gradients(dt, a, bias, runs, step, dstep, ddecay, ddt, da_partial, dbias_partial, TOKENS: Const[int],
-                   HEADS: Const[int], HEAD_BLOCKS: Const[int], TILES: Const[int], P_BLOCKS: Const[int],
-                   SHARED_PARAMS: Const[bool], SOFTPLUS: Const[bool], LOW: Const[float], HIGH: Const[float],
-                   HAS_BIAS: Const[bool], HAS_RUNS: Const[bool]):
+def step_gradients(
+    dt,
+    a,
+    bias,
+    runs,
+    step,
+    dstep,
+    ddecay,
+    ddt,
+    da_partial,
+    dbias_partial,
+    TOKENS: Const[int],
+    HEADS: Const[int],
+    HEAD_BLOCKS: Const[int],
+    TILES: Const[int],
+    P_BLOCKS: Const[int],
+    SHARED_PARAMS: Const[bool],
+    SOFTPLUS: Const[bool],
+    LOW: Const[float],
+    HIGH: Const[float],
+    HAS_BIAS: Const[bool],
+    HAS_RUNS: Const[bool],
+):
     """ddt [batch, seq, heads] from the gradients of s and of its log decay, and each tile's part of dA and d dt_bias.
 
     dstep, ddecay [P_BLOCKS, batch, heads, padded seq], da_partial, dbias_partial [batch, TILES, heads]: float32.
@@ -159,8 +225,9 @@ def step_gradients(dt, a, bias, runs, step, dstep, ddecay, ddt, da_partial, dbia
     raw = ct.load(dt, index=(row, tile, head_block), shape=(1, TOKENS, HEADS), padding_mode=ZERO)
     value = ct.transpose(raw.reshape((TOKENS, HEADS)).astype(ct.float32))
     if HAS_BIAS:
-        value = value + ct.load(bias, index=(shared, head_block), shape=(1, HEADS),
-                                padding_mode=ZERO).reshape((HEADS, 1))
+        value = value + ct.load(bias, index=(shared, head_block), shape=(1, HEADS), padding_mode=ZERO).reshape(
+            (HEADS, 1)
+        )
     real = tile * TOKENS + ct.arange(TOKENS, dtype=ct.int32) < dt.shape[1]
     if HAS_RUNS:
         run = ct.load(runs, index=(row, tile), shape=(1, TOKENS), padding_mode=ZERO).reshape((TOKENS,))
@@ -172,8 +239,9 @@ def step_gradients(dt, a, bias, runs, step, dstep, ddecay, ddt, da_partial, dbia
         value = softplus(value)
     gradient = ct.where((value < LOW) | (value > HIGH), 0.0, gradient)
     gradient = ct.where(real[None, :], gradient, 0.0)
-    ct.store(ddt, index=(row, tile, head_block),
-             tile=ct.transpose(gradient).astype(ddt.dtype).reshape((1, TOKENS, HEADS)))
+    ct.store(
+        ddt, index=(row, tile, head_block), tile=ct.transpose(gradient).astype(ddt.dtype).reshape((1, TOKENS, HEADS))
+    )
     da = ct.where(real[None, :], s * da, 0.0)
     ct.store(da_partial, index=(row, tile, head_block), tile=ct.sum(da, axis=1).reshape((1, 1, HEADS)))
     if HAS_BIAS:
@@ -182,13 +250,26 @@ def step_gradients(dt, a, bias, runs, step, dstep, ddecay, ddt, da_partial, dbia
 
 def head_tile(array, block, row, head_block, tile, HEADS, TOKENS):
     """Tile [HEADS, TOKENS] of [blocks, batch, heads, padded seq]."""
-    return ct.load(array, index=(block, row, head_block, tile), shape=(1, 1, HEADS, TOKENS),
-                   padding_mode=ZERO).reshape((HEADS, TOKENS))
+    return ct.load(array, index=(block, row, head_block, tile), shape=(1, 1, HEADS, TOKENS), padding_mode=ZERO).reshape(
+        (HEADS, TOKENS)
+    )
 
 
 @ct.kernel
-def parameter_gradients(da_partial, dbias_partial, dskip_partial, da, dbias, dskip, P: Const[int], HEADS: Const[int],
-                        TILES: Const[int], CHUNKS: Const[int], HAS_BIAS: Const[bool], HAS_D: Const[bool]):
+def parameter_gradients(
+    da_partial,
+    dbias_partial,
+    dskip_partial,
+    da,
+    dbias,
+    dskip,
+    P: Const[int],
+    HEADS: Const[int],
+    TILES: Const[int],
+    CHUNKS: Const[int],
+    HAS_BIAS: Const[bool],
+    HAS_D: Const[bool],
+):
     """dA, d dt_bias [batch, heads] and dD [batch, heads, head_dim] from their parts, one row and head per block.
 
     da_partial, dbias_partial: [batch, TILES, heads]; dskip_partial: [batch, heads, CHUNKS, head_dim]; all float32.
@@ -200,8 +281,9 @@ def parameter_gradients(da_partial, dbias_partial, dskip_partial, da, dbias, dsk
     if HAS_D:
         total = ct.full((32, P), 0.0, dtype=ct.float32)
         for k in range(ct.cdiv(CHUNKS, 32)):
-            total = total + ct.load(dskip_partial, index=(row, head, k, 0), shape=(1, 1, 32, P),
-                                    padding_mode=ZERO).reshape((32, P))
+            total = total + ct.load(
+                dskip_partial, index=(row, head, k, 0), shape=(1, 1, 32, P), padding_mode=ZERO
+            ).reshape((32, P))
         ct.store(dskip, index=(row, head, 0), tile=ct.sum(total, axis=0).reshape((1, 1, P)))
 
 
