@@ -258,13 +258,13 @@ def _require_close(name: str, got: jax.Array, want: jax.Array, tolerance: float)
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"features": 128, "layers": 3, "state-dim": 32, "head-dim": 32, "seq": 256, "batch": 8, "steps": 700}
+    sizes = {"features": 192, "layers": 2, "state-dim": 32, "head-dim": 64, "seq": 256, "batch": 8, "steps": 700}
     sizes |= {"seed": 0, "reports": 10, "eval-bytes": 1 << 17, "data-bytes": 1 << 26, "generate": 200}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="default 4e-3")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="default 0.1")
-    parser.add_argument("--seconds", type=float, default=210, help="training stops after this time, default 210")
+    parser.add_argument("--seconds", type=float, default=200, help="training stops after this time, default 200")
     parser.add_argument(
         "--implementation", default=None, help="of the scan: cutile, cuda, xla, reference; default best"
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ssd.flax.nnx import Mamba2, Mamba2Carry
@@ -79,8 +79,9 @@ def test_pieces_and_steps_equal_the_whole(variant):
 def test_padded_prompts_equal_prompts_alone():
     layer = build(use_bias=True)
     # silu(bias) != 0 must not leak from the padding, nor the bias of the output show in it.
-    layer.x_conv.bias[...] = jnp.ones_like(layer.x_conv.bias[...])
-    layer.out_proj.bias[...] = jnp.ones_like(layer.out_proj.bias[...])
+    for bias in (layer.x_conv.bias, layer.out_proj.bias):
+        assert bias is not None
+        bias[...] = jnp.ones_like(bias[...])
     x = make(0, 11, FEATURES)
     ids = jnp.asarray([-1, -1, -1, 0, 0, 0, -1, 0, 0, 0, -1])
     real = np.asarray(ids) >= 0
@@ -132,6 +133,7 @@ def test_initialisation():
     assert A.shape == (64,) and (A >= 1).all() and (A <= 16).all() and A.std() > 2
     dt = np.log1p(np.exp(np.asarray(layer.dt_bias[...], np.float64)))
     assert (dt > 0.99e-3).all() and (dt < 1.01e-1).all() and np.log10(dt).std() > 0.3
+    assert layer.norm is not None and layer.B_conv.bias is not None
     assert (np.asarray(layer.D[...]) == 1).all() and (np.asarray(layer.norm.scale[...]) == 1).all()
     for kernel, bound in (
         (layer.z_proj.kernel, 64**-0.5),
@@ -151,6 +153,7 @@ def test_floor_of_dt():
 
 def test_parameters_of_a_bfloat16_layer():
     layer = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, state_dtype=jnp.bfloat16)
+    assert layer.norm is not None
     for parameter in (layer.A_log, layer.dt_bias, layer.D, layer.norm.scale):
         assert parameter[...].dtype == jnp.float32
     for parameter in (layer.x_proj.kernel, layer.dt_proj.kernel, layer.x_conv.kernel, layer.out_proj.kernel):
@@ -174,8 +177,8 @@ def test_heads_shard_over_a_mesh():
             out_kernel_metadata={"out_sharding": ("model", None)},
             head_metadata={"out_sharding": ("model",)},
         )
-        assert layer.x_proj.kernel[...].sharding.spec == P(None, "model")
-        assert layer.A_log[...].sharding.spec == P("model")
+        for parameter, spec in ((layer.x_proj.kernel, P(None, "model")), (layer.A_log, P("model"))):
+            assert parameter[...].sharding == NamedSharding(mesh, spec)
         got = run(layer, x)
     assert_close(got, want)
 

@@ -70,7 +70,7 @@ class CausalConv1d(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (channels, width), param_dtype), **kernel_metadata)
-        self.bias = nnx.data(None)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
         if use_bias:
             bound = 1 / math.sqrt(width)
             bias = jax.random.uniform(rngs.params(), (channels,), param_dtype, -bound, bound)
@@ -256,7 +256,7 @@ class Mamba2(nnx.Module):
         D_shape = (self.heads, head_dim) if per_channel_D else (self.heads,)
         self.D = nnx.Param(jnp.ones(D_shape, jnp.float32), **head_metadata)
 
-        self.norm = nnx.data(None)
+        self.norm: GatedRMSNorm | None = nnx.data(None)
         if use_norm:
             self.norm = GatedRMSNorm(
                 inner,
