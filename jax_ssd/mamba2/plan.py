@@ -18,7 +18,7 @@ from jax_ssd.specs import CuTileKernel
 ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SMALLEST_TILE = 16  # the least side of a tile that the tensor cores take
 CHUNKS = (16, 32, 64, 128)
-LARGEST_STATE = 512
+LARGEST_STATE = 256
 STATE_TILE = 8192  # float32 elements of a state in the registers of one program
 CHUNK_BYTES = 65536  # of one chunk's B and C
 PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200
@@ -75,6 +75,10 @@ def check_supported(problem: Problem) -> None:
         raise NotImplementedError(f"the cuTile kernels take {', '.join(ITEM_SIZE)}, got {problem.dtype}")
     if problem.state > LARGEST_STATE:
         raise NotImplementedError(f"the cuTile kernels take a state size up to {LARGEST_STATE}, got {problem.state}")
+    if problem.dt_limit[0] < 0 and not problem.dt_softplus:
+        raise NotImplementedError(
+            f"the cuTile kernels take steps >= 0: dt_limit from 0 on, or dt_softplus, got dt_limit={problem.dt_limit}"
+        )
     if problem.chunk_size is not None and problem.chunk_size not in CHUNKS:
         raise NotImplementedError(
             f"the cuTile kernels take a chunk_size of {', '.join(map(str, CHUNKS))} (tiles are powers of two), got "

@@ -55,6 +55,20 @@ def log2_decay(step, A):
     return ct.where(v < FLOOR, FLOOR, v)
 
 
+def exp2(v):
+    """2**v. What is too small for a normal float32 becomes zero, which saves three instructions of four."""
+    return ct.exp2(v, flush_to_zero=True)
+
+
+def source_exponent(step, decay):
+    """log2 of a token's weight where its chunk starts: exp2(decay_i - source_j) is exp2(decay_i - decay_j) * step_j.
+
+    One exponential then does what else takes a product per pair. It costs the last bits of a float32, and a step that
+    is negative has no logarithm.
+    """
+    return decay - ct.log2(step)
+
+
 def param_row(row, SHARED):
     """The row of a [rows, heads, ...] parameter that belongs to a batch row."""
     if SHARED:

@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from .decay import LOG2E, ZERO, param_row, run_numbers
+from .decay import LOG2E, ZERO, exp2, param_row, run_numbers, source_exponent
 from .precision import dot
 from .segments import (
     advance,
@@ -25,15 +25,19 @@ Const = ct.Constant
 
 def silu(z):
     """z * sigmoid(z), float32."""
-    return z / (1.0 + ct.exp2(z * -LOG2E))
+    return z / (1.0 + exp2(z * -LOG2E))
 
 
-def pair_weights(cb, step, decay, kept):
+def pair_weights(cb, step, decay, kept, PASSES):
     """[Q, Q]: cb * exp2(decay_i - decay_j) * step_j for kept pairs, else 0.
 
     Selecting last also drops what a masked pair's exponent, which may be hugely positive, or its NaN would give.
     """
-    return ct.where(kept, cb * ct.exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
+    if PASSES < 3:
+        weights = cb * exp2(decay[:, None] - source_exponent(step, decay)[None, :])
+    else:
+        weights = cb * exp2(decay[:, None] - decay[None, :]) * step[None, :]
+    return ct.where(kept, weights, 0.0)
 
 
 @ct.kernel(occupancy=2)
@@ -110,11 +114,11 @@ def forward(
         carried = dot(ctile, state.astype(C.dtype), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
         if HAS_RUNS:
             number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
-            carried = carried * ct.where(number == before, ct.exp2(decays), 0.0)[:, None]
-            weights = pair_weights(cb, steps, decays, causal & (number[:, None] == number[None, :]))
+            carried = carried * ct.where(number == before, exp2(decays), 0.0)[:, None]
+            weights = pair_weights(cb, steps, decays, causal & (number[:, None] == number[None, :]), PASSES)
         else:
-            carried = carried * ct.exp2(decays)[:, None]
-            weights = pair_weights(cb, steps, decays, causal)
+            carried = carried * exp2(decays)[:, None]
+            weights = pair_weights(cb, steps, decays, causal, PASSES)
         out = dot(weights.astype(x.dtype), xt, carried, PASSES)
         if HAS_D:
             out = out + skip * xt.astype(ct.float32)

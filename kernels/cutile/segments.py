@@ -7,7 +7,7 @@ public one: it is the layout in which B^T X accumulates it and C reads it.
 
 import cuda.tile as ct
 
-from .decay import INF, ZERO, run_numbers
+from .decay import INF, ZERO, exp2, run_numbers, source_exponent
 from .precision import dot
 
 Const = ct.Constant
@@ -59,11 +59,20 @@ def is_finite(state):
     return ct.max(ct.where(ct.abs(state) < INF, 0, 1)) == 0
 
 
+def leaving_weights(step, decay, last, PASSES):
+    """What of each token's x (outer) B is left at the chunk's end: step * exp2(last - decay), [Q]."""
+    if PASSES < 3:
+        weights = exp2(last - source_exponent(step, decay))
+    else:
+        weights = step * exp2(last - decay)
+    return weights
+
+
 def advance(state, b, x, step, decay, last, PASSES):
     """The state [N, P] after a chunk: b [N, Q], x [Q, P], step, decay [Q], last [1]."""
     # x rather than b is scaled: it is the smaller tile.
-    scaled = (x.astype(ct.float32) * (step * ct.exp2(last - decay))[:, None]).astype(x.dtype)
-    return dot(b, scaled, ct.exp2(last) * state, PASSES)
+    scaled = (x.astype(ct.float32) * leaving_weights(step, decay, last, PASSES)[:, None]).astype(x.dtype)
+    return dot(b, scaled, exp2(last) * state, PASSES)
 
 
 def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES):
@@ -71,9 +80,9 @@ def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES)
 
     What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_token`.
     """
-    into = ct.where(number == end, step * ct.exp2(last - decay), 0.0)
+    into = ct.where(number == end, leaving_weights(step, decay, last, PASSES), 0.0)
     scaled = (x.astype(ct.float32) * into[:, None]).astype(x.dtype)
-    return dot(b, scaled, ct.where(end == before, ct.exp2(last), 0.0) * state, PASSES)
+    return dot(b, scaled, ct.where(end == before, exp2(last), 0.0) * state, PASSES)
 
 
 def load_token(array, row, t, head, block, WIDTH):
@@ -83,11 +92,11 @@ def load_token(array, row, t, head, block, WIDTH):
 
 
 def advance_token(state, xt, bt, step, decay, row, head, t, restarts):
-    """The state [N, P] after one token, as the recurrence says; xt [1, P], bt [N, 1], restarts: the running decay does."""
+    """The state [N, P] after one token, as the recurrence says; xt [1, P], bt [N, 1], restarts: decay does so at t."""
     size = ct.load(step, index=(row, head, t), shape=(1, 1, 1), latency=1).reshape((1, 1))
     total = ct.load(decay, index=(row, head, t), shape=(1, 1, 1), latency=1).reshape((1, 1))
     earlier = ct.load(decay, index=(row, head, max(t - 1, 0)), shape=(1, 1, 1), latency=1).reshape((1, 1))
-    return ct.exp2(ct.where(restarts, total, total - earlier)) * state + bt * (size * xt)
+    return exp2(ct.where(restarts, total, total - earlier)) * state + bt * (size * xt)
 
 
 def run_of_token(runs, row, t):
@@ -107,7 +116,7 @@ def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INIT
     for s in range(segment):
         total = ct.load(totals, index=(row, head, s), shape=(1, 1, 1)).reshape((1, 1))
         end = ct.load(ends, index=(row, head, s, 0, block), shape=(1, 1, 1, N, P), padding_mode=ZERO).reshape((N, P))
-        state = ct.exp2(total) * state
+        state = exp2(total) * state
         if HAS_RUNS:
             state = ct.where(total == -INF, 0.0, state)  # a run starts inside: whatever came before it is gone
         state = state + end
