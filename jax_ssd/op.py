@@ -1,14 +1,15 @@
 """How an operation of this library becomes part of JAX: built once here, used by every op.
 
 From the inside out: a primitive, whose result types follow from its operands' types and whose lowering is chosen per
-platform; custom_partitioning, so that the compiler shards it instead of gathering its operands; custom_vmap, which folds
-mapped axes into the batch axis so that any vmap is still one call. Differentiation rules are put around it by the op's own
-vjp module. An op works on a flat list of arrays whose axes are named by letters (see partition.py) and on a hashable
-`spec` that says which arrays are present and holds every static option.
+platform; custom_partitioning, so that the compiler shards it instead of gathering its operands; custom_vmap, which
+folds mapped axes into the batch axis so that any vmap is still one call. Differentiation rules are put around it by the
+op's own vjp module. An op works on a flat list of arrays whose axes are named by letters (see partition.py) and on a
+hashable `spec` that says which arrays are present and holds every static option.
 """
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ssd import dispatch, launch, partition
+from jax_ssd import compile, dispatch, ffi_targets, launch, partition
 from jax_ssd.plans import Plan
 
 Function = Callable[..., tuple[jax.Array, ...]]
@@ -31,14 +32,16 @@ class Definition:
       name: appears in lowered programs and in error messages.
       letters: spec -> (operand axis letters, result axis letters), one string per array, e.g. "bthp".
       abstract: (spec, operand avals) -> result avals, made by updating an operand's aval so that manual axes survive.
-      lowerings: (spec, implementation, platform, operand avals) -> function of the operands. Raises NotImplementedError
-        with the reason if that implementation cannot serve the call on that platform.
+      plain: (spec, "xla" or "reference") -> the function of the operands in pure JAX, which takes every call.
+      plan: (spec, implementation, operand avals) -> the launch plan of its kernels. Raises NotImplementedError with the
+        reason if there are no kernels for the call.
     """
 
     name: str
     letters: Callable[[Any], tuple[tuple[str, ...], tuple[str, ...]]]
     abstract: Callable[[Any, Sequence[jax.core.ShapedArray]], list[jax.core.ShapedArray]]
-    lowerings: Callable[[Any, str, str, Sequence[jax.core.ShapedArray]], Function]
+    plain: Callable[[Any, str], Function]
+    plan: Callable[[Any, str, Sequence[jax.core.ShapedArray]], Plan]
 
 
 DEFINITIONS: dict[str, Definition] = {}
@@ -59,13 +62,17 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
         return jax.jit(functools.partial(primitive.bind, spec=spec))(*operands)
 
     def lower(platform, context, *operands, spec):
-        _, function = select(definition, spec, platform, context.avals_in)
+        _, function = dispatch.first_accepting(
+            definition.name,
+            spec.implementation,
+            lambda name: implementation(definition, spec, name, platform, context.avals_in),
+        )
         return mlir.lower_fun(function, multiple_results=True)(context, *operands)
 
     mlir.register_lowering(primitive, functools.partial(lower, "cpu"))
     mlir.register_lowering(primitive, functools.partial(lower, "cuda"), platform="cuda")
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def stacked(spec) -> Function:
         operand_letters, result_letters = definition.letters(spec)
         sharded = partition.partitioned(
@@ -90,32 +97,48 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     return call
 
 
-def select(definition: Definition, spec, platform: str, avals) -> tuple[str, Function]:
-    """The first allowed implementation that accepts the call on this platform, with its function."""
-    return dispatch.first_accepting(
-        definition.name,
-        spec.implementation,
-        lambda name: definition.lowerings(spec, name, platform, avals),
-    )
+def implementation(definition: Definition, spec, name: str, platform: str, avals) -> Function:
+    """The function of the operands that an implementation runs on a platform, compiled if it is a kernel.
+
+    Raises:
+      NotImplementedError: it cannot serve the call there, with the reason.
+    """
+    plan = kernel_plan(definition, spec, name, platform, avals)
+    return definition.plain(spec, name if name == "reference" else "xla") if plan is None else kernel_runner(plan)
 
 
-def kernel_function(
-    implementation: str, platform: str, avals: Sequence[jax.core.ShapedArray], plan: Callable[[], Plan]
-) -> Function | None:
-    """The function that runs a plan's kernels; None where an axis of size zero leaves nothing to launch.
+def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -> Plan | None:
+    """The plan of an implementation's kernels, checked against the architecture but not compiled.
+
+    None where nothing is to be launched: for a pure JAX implementation, and where an axis has size zero.
 
     Raises:
       NotImplementedError: no such kernels, or not for this platform, size, type or machine, with the reason.
     """
-    if implementation == "cuda":
-        raise NotImplementedError("this op has no CUDA C++ kernels; choose 'cutile' or 'xla'.")
+    if name not in dispatch.KERNELS:
+        return None
     if platform != "cuda":
         raise NotImplementedError(
-            f"its kernels run on NVIDIA GPUs and this program is compiled for {platform!r}; run it on a GPU, or choose 'xla'."
+            f"its kernels run on NVIDIA GPUs, and this program is compiled for {platform!r}; run it on a GPU, or "
+            "choose 'xla'."
         )
     if any(0 in aval.shape for aval in avals):
         return None
-    return launch.runner(plan())
+    plan = definition.plan(spec, name, avals)
+    plan.check(compile.target_arch())
+    missing = ffi_targets.missing()
+    if missing is not None:
+        raise NotImplementedError(missing)
+    return plan
+
+
+def kernel_runner(plan: Plan) -> Function:
+    """The function that runs a plan's kernels, compiled now. A failing compiler is a refusal, never a silent one."""
+    try:
+        return launch.runner(plan)
+    except compile.CompileError as error:
+        warnings.warn(f"jax_ssd: the kernels of {plan.name} do not compile: {error}", stacklevel=2)
+        raise NotImplementedError(f"its kernels do not compile: {error}") from error
 
 
 def require_possible(definition: Definition, spec, operands: Sequence[jax.Array]) -> None:
@@ -126,7 +149,10 @@ def require_possible(definition: Definition, spec, operands: Sequence[jax.Array]
     """
     if not set(spec.implementation) <= set(dispatch.KERNELS):
         return  # the pure JAX implementations take every call
-    select(definition, spec, "cuda", [jax.typeof(x) for x in operands])
+    avals = [jax.typeof(x) for x in operands]
+    dispatch.first_accepting(
+        definition.name, spec.implementation, lambda name: kernel_plan(definition, spec, name, "cuda", avals)
+    )
 
 
 def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.Array]:
@@ -138,7 +164,11 @@ def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.A
     batch = next(
         x.shape[1] if m else x.shape[0] for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "b"
     )
-    rows = [(x.shape[1] if m else x.shape[0], m) for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "r"]
+    rows = [
+        (x.shape[1] if m else x.shape[0], m)
+        for x, m, axes in zip(operands, mapped, letters, strict=True)
+        if axes[0] == "r"
+    ]
     per_row = any(m or count > 1 for count, m in rows)
 
     def one(array, is_mapped, axes):
@@ -153,8 +183,8 @@ def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.A
     return [one(*row) for row in zip(operands, mapped, letters, strict=True)]
 
 
-# Identity on values and, transposed, on cotangents; applied forward to a tangent it refuses in words. Without it jax.jvp
-# of a custom_vjp fails with a message that says nothing about what to do.
+# Identity on values and, transposed, on cotangents; applied forward to a tangent it refuses in words. Without it
+# jax.jvp of a custom_vjp fails with a message that says nothing about what to do.
 _tangent_guard = Primitive("jax_ssd_reverse_mode_only")
 _tangent_guard.def_abstract_eval(lambda tangent, *, message: tangent)
 

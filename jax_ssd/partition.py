@@ -1,10 +1,10 @@
 """Sharding of an op over a device mesh: along batch and heads, without moving activations.
 
 Axes are named by letters: b batch, t sequence, h heads, g groups of heads, p head_dim, n state, r parameter rows (1 or
-batch). Only b and h are ever sharded; any other sharded axis is gathered first, because the recurrence needs the whole of
-it. Groups follow the heads: a shard that holds whole groups holds just those of B and C; where head shards cut through
-groups, B and C are replicated over them, each shard slices what its heads read, and the gradients of B and C are summed
-over those shards.
+batch). Only b and h are ever sharded; any other sharded axis is gathered first, because the recurrence needs the whole
+of it. Groups follow the heads: a shard that holds whole groups holds just those of B and C; where head shards cut
+through groups, B and C are replicated over them, each shard slices what its heads read, and the gradients of B and C
+are summed over those shards.
 """
 
 import math

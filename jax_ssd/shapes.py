@@ -65,7 +65,9 @@ def expand(letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -
 
 def require_rank(op: str, name: str, array: jax.Array, least: int, words: str) -> None:
     if array.ndim < least:
-        raise ValueError(f"{op}: {name}: expected at least {least} axes {words}, got shape {array.shape}; add the missing axes.")
+        raise ValueError(
+            f"{op}: {name}: expected at least {least} axes {words}, got shape {array.shape}; add the missing axes."
+        )
 
 
 def require_divides(op: str, heads: int, groups: int) -> None:
@@ -103,7 +105,9 @@ def chunk(op: str, chunk_size) -> int | None:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
         raise TypeError(f"{op}: chunk_size: expected an integer or None, got {chunk_size!r}; pass for instance 64.")
     if chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size: expected at least 1 token, got {chunk_size}; pass for instance 64, or None.")
+        raise ValueError(
+            f"{op}: chunk_size: expected at least 1 token, got {chunk_size}; pass for instance 64, or None."
+        )
     return int(chunk_size)
 
 

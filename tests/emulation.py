@@ -2,26 +2,28 @@
 
 import jax
 import numpy as np
-import tile_emulator
 
-from jax_ssd import op
+from jax_ssd import dispatch, op
+from tests import tile_emulator
 
 
-def _kernel_function(implementation, platform, avals, plan):
+def _kernel_plan(definition, spec, name, platform, avals):
     del platform
-    if implementation != "cutile":
-        raise NotImplementedError(f"{implementation!r} cannot be emulated")
-    if any(0 in aval.shape for aval in avals):
+    if name not in dispatch.KERNELS or any(0 in aval.shape for aval in avals):
         return None
-    emulated = plan()
-    shapes = tuple(jax.ShapeDtypeStruct(b.shape, jax.numpy.dtype(b.dtype)) for b in emulated.results)
+    return definition.plan(spec, name, avals)
+
+
+def _kernel_runner(plan):
+    shapes = tuple(jax.ShapeDtypeStruct(b.shape, jax.numpy.dtype(b.dtype)) for b in plan.results)
 
     def host(*operands):
-        results = tile_emulator.run(emulated, [np.array(x) for x in operands])
-        return tuple(results[b.name] for b in emulated.results)
+        results = tile_emulator.run(plan, [np.array(x) for x in operands])
+        return tuple(results[b.name] for b in plan.results)
 
     return lambda *operands: jax.pure_callback(host, shapes, *operands)
 
 
 def emulate(monkeypatch) -> None:
-    monkeypatch.setattr(op, "kernel_function", _kernel_function)
+    monkeypatch.setattr(op, "kernel_plan", _kernel_plan)
+    monkeypatch.setattr(op, "kernel_runner", _kernel_runner)

@@ -86,8 +86,8 @@ def mamba2(
         h_t = exp(A s_t) h_{t-1} + s_t x_t B_t^T
         y_t = (h_t C_t + D x_t) * silu(z_t)
 
-    Head i reads group i // (heads / groups) of B and C. Sums, decays and states are float32 (float64 for float64 inputs)
-    whatever the inputs are; y is cast to x's type. Arrays are in the order and layout of mamba_ssm's
+    Head i reads group i // (heads / groups) of B and C. Sums, decays and states are float32 (float64 for float64
+    inputs) whatever the inputs are; y is cast to x's type. Arrays are in the order and layout of mamba_ssm's
     `mamba_chunk_scan_combined`. Reverse-mode derivatives reach every floating argument; results are bitwise repeatable.
 
     Args:
@@ -107,8 +107,8 @@ def mamba2(
         The first segment starts from initial_state. A negative id marks padding: y is 0 there, the state stays, no
         gradient flows, and it is no boundary by itself. None: one segment.
       return_final_state: also return the state after the last token, float32.
-      chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses. "cutile"
-        takes powers of two from 16 to 128.
+      chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses.
+        "cutile" takes powers of two from 16 to 128.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
         jax.lax.Precision. None: follows jax_default_matmul_precision. No effect on 16-bit inputs.
       implementation: "cutile" (GPU kernels), "xla" (chunked, any platform), "reference" (token by token, differentiable
@@ -140,13 +140,19 @@ def mamba2(
     if segment_ids is not None:
         segment_ids = shapes.as_array("segment_ids", segment_ids)
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(f"{name}: segment_ids: expected an integer type, got {segment_ids.dtype.name}; convert it to int32.")
+            raise TypeError(
+                f"{name}: segment_ids: expected an integer type, got {segment_ids.dtype.name}; convert it to int32."
+            )
         shapes.require_shape(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
 
     lead, batch = sizes["..."], math.prod(sizes["..."])
     per_head = _per_head_rows(arrays, accumulator(x.dtype), sizes)
     operands = Operands(
-        **{key: arrays[key].reshape(batch, *arrays[key].shape[len(lead) :]) for key in ("x", "dt", "B", "C", "z") if key in arrays},
+        **{
+            key: arrays[key].reshape(batch, *arrays[key].shape[len(lead) :])
+            for key in ("x", "dt", "B", "C", "z")
+            if key in arrays
+        },
         **per_head,
     )
     if "initial_state" in arrays:
@@ -273,7 +279,14 @@ def _arrays(**arguments) -> dict[str, jax.Array]:
 
 
 def _sizes(x, B, lead, seq) -> dict[str, Any]:
-    return {"...": lead, "seq": seq, "heads": x.shape[-2], "head_dim": x.shape[-1], "groups": B.shape[-2], "state": B.shape[-1]}
+    return {
+        "...": lead,
+        "seq": seq,
+        "heads": x.shape[-2],
+        "head_dim": x.shape[-1],
+        "groups": B.shape[-2],
+        "state": B.shape[-1],
+    }
 
 
 def _check(name: str, arrays: dict[str, jax.Array], sizes, token_axes: tuple[str, ...], state: str) -> None:
@@ -297,7 +310,9 @@ def _check(name: str, arrays: dict[str, jax.Array], sizes, token_axes: tuple[str
         if key in ("B", "C", "z"):
             shapes.require_dtype(name, key, array, (x_dtype,), "the type of x")
         if key == "dt":
-            shapes.require_dtype(name, key, array, (x_dtype, accumulator(x_dtype).name), "the type of x, or its accumulator's")
+            shapes.require_dtype(
+                name, key, array, (x_dtype, accumulator(x_dtype).name), "the type of x, or its accumulator's"
+            )
 
 
 def _per_head_rows(arrays, dtype, sizes) -> dict[str, jax.Array]:
@@ -308,4 +323,3 @@ def _per_head_rows(arrays, dtype, sizes) -> dict[str, jax.Array]:
         D = D if D.ndim == 2 else D[:, None]
         rows["D"] = jnp.broadcast_to(D, (sizes["heads"], sizes["head_dim"]))[None]
     return rows
-

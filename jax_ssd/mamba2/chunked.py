@@ -1,8 +1,8 @@
 """Implementation "xla": the scan chunk by chunk, matrix products inside a chunk, in plain JAX.
 
-Linear in the sequence length: decay sums restart in every chunk, only the state crosses from one to the next, groups are
-never expanded to heads, and the body is rematerialised in the backward, which keeps one state per chunk. Reference: Dao and
-Gu 2024, arXiv:2405.21060, section 6.
+Linear in the sequence length: decay sums restart in every chunk, only the state crosses from one to the next, groups
+are never expanded to heads, and the body is rematerialised in the backward, which keeps one state per chunk. Reference:
+Dao and Gu 2024, arXiv:2405.21060, section 6.
 """
 
 import functools
@@ -31,7 +31,7 @@ class _Chunk(NamedTuple):
 def scan(
     operands: Operands, softplus: bool, limit: tuple[float, float], chunk_size: int | None, precision: str
 ) -> tuple[jax.Array, jax.Array]:
-    """The operator on canonical arrays; y [batch, seq, heads, head_dim] and the final state [batch, heads, head_dim, state]."""
+    """The operator: y [batch, seq, heads, head_dim] and the final state [batch, heads, head_dim, state]."""
     x, dt, A, B, C, D, z, dt_bias, state, runs = operands
     batch, seq, heads, head_dim = x.shape
     groups, width = B.shape[2:]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import dispatch, op
+from jax_ssd import op
 from jax_ssd.mamba2 import chunked, plan, plan_backward, reference
 from jax_ssd.mamba2.problem import Problem
 
@@ -129,11 +129,7 @@ def _forward_abstract(spec: Spec, avals):
     return results
 
 
-def _forward_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name in dispatch.KERNELS:
-        run = op.kernel_function(name, platform, avals, lambda: plan.forward(problem(spec, avals)))
-        if run is not None:
-            return run
+def _forward_plain(spec: Spec, name: str) -> op.Function:
     scan = _scan(spec, name)
 
     def forward(*operands):
@@ -159,11 +155,7 @@ def _backward_abstract(spec: Spec, avals):
     return [gradient(name) for name in spec.gradients]
 
 
-def _backward_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name in dispatch.KERNELS:
-        run = op.kernel_function(name, platform, avals, lambda: plan_backward.backward(problem(spec, avals)))
-        if run is not None:
-            return run
+def _backward_plain(spec: Spec, name: str) -> op.Function:
     scan = _scan(spec, name)
 
     def backward(*operands):
@@ -190,19 +182,29 @@ def _step_abstract(spec: Spec, avals):
     return [by_name["state"].update(), by_name["x"].update()]
 
 
-def _step_lowering(spec: Spec, name: str, platform: str, avals) -> op.Function:
-    if name in dispatch.KERNELS:
-        run = op.kernel_function(name, platform, avals, lambda: plan.step(_step_problem(spec, avals)))
-        if run is not None:
-            return run
+def _step_plain(spec: Spec, name: str) -> op.Function:
+    del name  # one token is the same in both
     return lambda *operands: reference.step(
         reference.StepOperands(**dict(zip(spec.operands, operands, strict=True))), spec.dt_softplus, spec.dt_limit
     )
 
 
-FORWARD = op.Definition("mamba2_forward", _forward_letters, _forward_abstract, _forward_lowering)
-BACKWARD = op.Definition("mamba2_backward", _backward_letters, _backward_abstract, _backward_lowering)
-STEP = op.Definition("mamba2_step", _step_letters, _step_abstract, _step_lowering)
+def _planned(make, describe):
+    def plan_of(spec: Spec, name: str, avals):
+        if name != "cutile":
+            raise NotImplementedError("Mamba-2 has no CUDA C++ kernels; choose 'cutile' or 'xla'.")
+        return make(describe(spec, avals))
+
+    return plan_of
+
+
+FORWARD = op.Definition(
+    "mamba2_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(plan.forward, problem)
+)
+BACKWARD = op.Definition(
+    "mamba2_backward", _backward_letters, _backward_abstract, _backward_plain, _planned(plan_backward.backward, problem)
+)
+STEP = op.Definition("mamba2_step", _step_letters, _step_abstract, _step_plain, _planned(plan.step, _step_problem))
 
 forward = op.define(FORWARD)
 backward = op.define(BACKWARD)

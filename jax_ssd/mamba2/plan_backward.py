@@ -18,7 +18,7 @@ from jax_ssd.mamba2.plan import (
     scan_operands,
 )
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan
+from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan, ScalarArg
 from jax_ssd.specs import CuTileKernel, row_major
 
 LARGEST_HEAD_DIM = 256
@@ -302,7 +302,9 @@ class _Backward:
         n_blocks = math.ceil(p.state / height)
         blocks = n_blocks * config.head_blocks * groups * self.chunks * p.batch
         sizes = [self.Q, self.width, height, n_blocks, self.chunks]
-        sizes += [self.group_heads, self.group_heads // config.head_blocks, groups]
+        sizes += [self.group_heads, config.head_blocks, groups]
+        # Not a constant: the compiler would unroll the loop over heads, which takes it minutes for some targets.
+        block_heads = ScalarArg(self.group_heads // config.head_blocks, "int32")
         for function, name, other, states, present in (
             ("source_gradient", "B", "C", "adjoints", self.has_adjoint),
             ("target_gradient", "C", "B", "states", self.has_state),
@@ -314,7 +316,9 @@ class _Backward:
             flags = [p.has_z, present, p.has_runs, part > 0, self.passes, config.latency]
             if name == "C":
                 arrays, flags = [*arrays, *views("D_partial")], [p.has_D, *flags]
-            yield self.launch("gradients", function, blocks, [*arrays, *sizes, *flags], config.groups_occupancy)
+            yield self.launch(
+                "gradients", function, blocks, [*arrays, block_heads, *sizes, *flags], config.groups_occupancy
+            )
 
     def one_block(self, view: ArrayArg) -> ArrayArg:
         """dB or dC with a leading axis of one head block."""

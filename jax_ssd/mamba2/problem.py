@@ -1,7 +1,7 @@
 """The static description of one Mamba-2 call: sizes, types and which options are present.
 
-Everything a plan, an abstract evaluation or a refusal depends on, and nothing else: two calls with equal problems run the
-same kernels. Sizes are those of one device's shard, since problems are made after partitioning.
+Everything a plan, an abstract evaluation or a refusal depends on, and nothing else: two calls with equal problems run
+the same kernels. Sizes are those of one device's shard, since problems are made after partitioning.
 """
 
 from dataclasses import dataclass

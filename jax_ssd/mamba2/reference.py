@@ -66,7 +66,7 @@ def step_size(dt: jax.Array, dt_bias: jax.Array | None, softplus: bool, limit: t
 
 
 def scan(operands: Operands, softplus: bool, limit: tuple[float, float]) -> tuple[jax.Array, jax.Array]:
-    """The recurrence over all tokens; y [batch, seq, heads, head_dim] and the final state [batch, heads, head_dim, state]."""
+    """The recurrence over all tokens: y [batch, seq, heads, head_dim], final state [batch, heads, head_dim, state]."""
     x, dt, A, B, C, D, z, dt_bias, state, runs = operands
     batch, seq, heads, head_dim = x.shape
     dtype = accumulator(x.dtype)

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation of the Mamba-2 ops.
 
-The scan keeps its inputs and nothing else; its backward is one op that recomputes the states. The derivative of a step is
-plain JAX. Forward mode and second derivatives are refused in words: "reference" has them.
+The scan keeps its inputs and nothing else; its backward is one op that recomputes the states. The derivative of a step
+is plain JAX. Forward mode and second derivatives are refused in words: "reference" has them.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from jax_ssd import op
 from jax_ssd.mamba2 import ops, reference
 
 FORWARD_MODE = (
-    "{name} has a reverse-mode derivative of first order only (grad, vjp), not jvp, jacfwd, linearize or second derivatives; "
-    "implementation='reference' supports them all."
+    "{name} has a reverse-mode derivative of first order only (grad, vjp), not jvp, jacfwd, linearize or second "
+    "derivatives; implementation='reference' supports them all."
 )
 
 

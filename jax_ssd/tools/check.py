@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line per case and implementation; 0 if all are inside their bars, else 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_ssd check", description=__doc__)
     parser.add_argument("--implementation", action="append", help="check only this one; may be repeated")
-    parser.add_argument("--case", action="append", choices=sorted(BY_NAME), help="check only this case; may be repeated")
+    parser.add_argument(
+        "--case", action="append", choices=sorted(BY_NAME), help="check only this case; may be repeated"
+    )
     options = parser.parse_args(arguments)
     names = options.implementation or available()
     cases = [BY_NAME[name] for name in options.case] if options.case else list(TABLE)
@@ -86,7 +88,9 @@ def evaluate(case: Case, implementation: str, *, wide: bool = False, seed: int =
         weight_y, weight_state = jnp.asarray(weight_y, dtype), jnp.asarray(weight_state, dtype)
 
         def objective(moving):
-            y, final = mamba2(**moving, **fixed, **case.options(), return_final_state=True, implementation=implementation)
+            y, final = mamba2(
+                **moving, **fixed, **case.options(), return_final_state=True, implementation=implementation
+            )
             total = (y.astype(dtype) * weight_y).sum() + (final * weight_state).sum()
             return total, (y, final)
 
