@@ -9,7 +9,7 @@ from tests.scan_float64 import step_size
 
 
 def gradients(p: Problem, o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """ "d" + name for every operand but runs, those of A, D and dt_bias per batch row; o holds dy and perhaps dfinal."""
+    """Of every operand but runs, named "d" + its name; those of A, D and dt_bias per batch row. o holds dy too."""
     x, A, B, C, dy = (o[name].astype(np.float64) for name in ("x", "A", "B", "C", "dy"))
     B, C = (np.repeat(a, p.heads // p.groups, axis=2) for a in (B, C))
     step = step_size(p, o["dt"], o.get("dt_bias"))

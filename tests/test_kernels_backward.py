@@ -212,7 +212,7 @@ def test_scratch_stays_below_half_of_what_is_read_and_written():
     ("options", "said"),
     [
         ({"dtype": "float64"}, "float64"),
-        ({"state": 600}, "512.*600"),
+        ({"state": 600}, "256.*600"),
         ({"head_dim": 300}, "256.*300"),
     ],
 )

@@ -35,13 +35,14 @@ def source_gradient(
     adjoints,
     earlier,
     db,
+    block_heads,
     Q: Const[int],
     P: Const[int],
     N: Const[int],
     N_BLOCKS: Const[int],
     CHUNKS: Const[int],
     GROUP_HEADS: Const[int],
-    BLOCK_HEADS: Const[int],
+    HEAD_BLOCKS: Const[int],
     GROUPS: Const[int],
     HAS_Z: Const[bool],
     HAS_ADJOINT: Const[bool],
@@ -55,9 +56,9 @@ def source_gradient(
     adjoints [batch, heads, chunks, state, head_dim]: T of every chunk. db [head_blocks, batch, seq, groups, state]:
     float32 partial sums or, with one head block and nothing to come, the gradient itself; with ACCUMULATE on top of
     what an earlier slice of the same group left in `earlier`. The arrays are of GROUPS groups, GROUP_HEADS heads each.
-    Grid N_BLOCKS * (GROUP_HEADS / BLOCK_HEADS) * GROUPS * CHUNKS * batch.
+    Grid N_BLOCKS * HEAD_BLOCKS * GROUPS * CHUNKS * batch.
     """
-    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
+    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, HEAD_BLOCKS, GROUPS, CHUNKS)
     token = ct.arange(Q, dtype=ct.int32)
     kept = token[:, None] <= token[None, :]  # [j, i]
     if HAS_RUNS:
@@ -67,8 +68,8 @@ def source_gradient(
         real = kept
     c_tile = load_chunk(c, row, chunk, group, n_block, Q, N, LATENCY)
     total = ct.full((Q, N), 0.0, dtype=ct.float32)
-    for k in range(BLOCK_HEADS):
-        head = group * GROUP_HEADS + head_block * BLOCK_HEADS + k
+    for k in range(block_heads):
+        head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
         dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
@@ -100,13 +101,14 @@ def target_gradient(
     earlier,
     dc,
     dskip,
+    block_heads,
     Q: Const[int],
     P: Const[int],
     N: Const[int],
     N_BLOCKS: Const[int],
     CHUNKS: Const[int],
     GROUP_HEADS: Const[int],
-    BLOCK_HEADS: Const[int],
+    HEAD_BLOCKS: Const[int],
     GROUPS: Const[int],
     HAS_D: Const[bool],
     HAS_Z: Const[bool],
@@ -120,7 +122,7 @@ def target_gradient(
 
     Also each chunk's part of dD, dskip [batch, heads, chunks, head_dim] float32: registers are free here.
     """
-    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, GROUP_HEADS // BLOCK_HEADS, GROUPS, CHUNKS)
+    row, chunk, group, head_block, n_block = group_block(N_BLOCKS, HEAD_BLOCKS, GROUPS, CHUNKS)
     token = ct.arange(Q, dtype=ct.int32)
     kept = token[:, None] >= token[None, :]  # [i, j]
     if HAS_RUNS:
@@ -131,8 +133,8 @@ def target_gradient(
         real = kept
     b_tile = load_chunk(b, row, chunk, group, n_block, Q, N, LATENCY)
     total = ct.full((Q, N), 0.0, dtype=ct.float32)
-    for k in range(BLOCK_HEADS):
-        head = group * GROUP_HEADS + head_block * BLOCK_HEADS + k
+    for k in range(block_heads):
+        head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
         dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
