@@ -142,6 +142,23 @@ def make_evaluator(graphdef: Any, text: np.ndarray, seq: int, rows: int) -> Call
     return lambda params: float(evaluate(params, *arrays)) / len(text)
 
 
+def say_what_runs(graphdef: Any, params: Any, batch: int, seq: int) -> None:
+    """Prints which implementation serves each op of a training step and of decoding, once each."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return bits_per_token(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens[:, 1:])
+
+    def token(params: Any, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        return model.step(model.initialize_carry(tokens.shape[:1]), tokens[:, 0])[1]
+
+    tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
+    paths = jax_ssd.dispatch_paths(jax.grad(loss), params, tokens) + jax_ssd.dispatch_paths(token, params, tokens)
+    print(", ".join(dict.fromkeys(f"{path.op} runs on {path.implementation}" for path in paths)))
+    for line in dict.fromkeys(f"  not {name}: {why}" for path in paths for name, why in path.refusals.items()):
+        print(line)
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 
@@ -292,6 +309,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     graphdef, params = nnx.split(model)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}; {parameters:,} parameters, {dtype}")
+
+    say_what_runs(graphdef, params, options.batch, options.seq)
 
     text, held_out = read_sources(options.data_bytes)
     held_out = held_out[: options.eval_bytes]
