@@ -169,6 +169,7 @@ OPTIONS = {
     "every option": {"dtype": "bfloat16", "head_dim": 80, "state": 24, "has_runs": True, **EVERY},
     "TF32": {"state": 256, "precision": "default"},
     "highest": {"has_D": True},
+    "one segment": {"dtype": "bfloat16", "seq": 256, "return_final_state": False},
 }
 
 

@@ -102,7 +102,7 @@ def forward(
         ).reshape((1, P))
     if HAS_RUNS:
         before = run_before(runs, row, first, Q)
-    state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
+    state = start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS)
     for i in range(count):
         chunk = first + i
         ctile = load_chunk(C, row, chunk, group, 0, Q, N, LATENCY)
@@ -133,7 +133,7 @@ def forward(
         else:
             state = advance(state, bt, xt, steps, decays, last, PASSES)
     if not is_finite(state):
-        state = start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS)
+        state = start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS)
         if HAS_RUNS:
             run = run_before(runs, row, first, Q).reshape((1, 1))
         for t in range(first * Q, min((first + count) * Q, tokens)):

@@ -105,7 +105,7 @@ def run_of_token(runs, row, t):
     return ct.where(run < 0, -1 - run, run), run >= 0
 
 
-def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INITIAL, HAS_RUNS):
+def start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS):
     """The state [N, P] in which a segment starts: initial [b, h, p, n], ends [b, h, s, n, p], totals [b, h, s]."""
     if HAS_INITIAL:
         state = ct.load(
@@ -113,13 +113,16 @@ def start_state(initial, ends, totals, row, head, block, segment, N, P, HAS_INIT
         ).reshape((N, P))
     else:
         state = ct.full((N, P), 0.0, dtype=ct.float32)
-    for s in range(segment):
-        total = ct.load(totals, index=(row, head, s), shape=(1, 1, 1)).reshape((1, 1))
-        end = ct.load(ends, index=(row, head, s, 0, block), shape=(1, 1, 1, N, P), padding_mode=ZERO).reshape((N, P))
-        state = exp2(total) * state
-        if HAS_RUNS:
-            state = ct.where(total == -INF, 0.0, state)  # a run starts inside: whatever came before it is gone
-        state = state + end
+    if SEGMENTS > 1:
+        for s in range(segment):
+            total = ct.load(totals, index=(row, head, s), shape=(1, 1, 1)).reshape((1, 1))
+            end = ct.load(ends, index=(row, head, s, 0, block), shape=(1, 1, 1, N, P), padding_mode=ZERO).reshape(
+                (N, P)
+            )
+            state = exp2(total) * state
+            if HAS_RUNS:
+                state = ct.where(total == -INF, 0.0, state)  # a run starts inside: whatever came before it is gone
+            state = state + end
     return state
 
 
