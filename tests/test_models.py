@@ -1,0 +1,169 @@
+"""The language model: loss, decoding against the parallel pass, weight decay mask, a training step that learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_ssd.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    TrainState,
+    adamw,
+    bits_per_token,
+    decay_mask,
+    decode,
+    generate,
+    make_train_step,
+    prefill,
+)
+
+CONFIG = LanguageModelConfig(
+    vocab_size=17, features=16, layers=2, state_dim=8, head_dim=8, chunk_size=4, implementation="xla"
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)), jnp.int32)
+
+
+def build(**changes) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(LanguageModel(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
+
+
+def logits_of(graphdef, params, tokens=TOKENS, **keywords) -> jax.Array:
+    return jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens, **keywords))(params, tokens)
+
+
+def test_prefill_and_decode_equal_the_parallel_pass():
+    graphdef, params = build()
+    want = logits_of(graphdef, params)
+    assert want.shape == (2, 13, 17) and want.dtype == jnp.float32
+
+    @jax.jit
+    def by_steps(params):
+        model = nnx.merge(graphdef, params)
+        carry, last = prefill(model, TOKENS[:, :5])
+        carry, rest = decode(model, carry, TOKENS[:, 5:])
+        _, from_start = decode(model, model.initialize_carry((2,)), TOKENS)
+        return last, rest, from_start
+
+    last, rest, from_start = by_steps(params)
+    for got, part in ((last, want[:, 4]), (rest, want[:, 5:]), (from_start, want)):
+        np.testing.assert_allclose(got, part, rtol=1e-4, atol=1e-5)
+
+
+def test_left_padded_prompts_equal_prompts_alone():
+    graphdef, params = build()
+    ids = jnp.asarray([[-1] * 4 + [0] * 9, [0] * 13], jnp.int32)
+    _, got = jax.jit(lambda params: prefill(nnx.merge(graphdef, params), TOKENS, segment_ids=ids))(params)
+    np.testing.assert_allclose(got[0], logits_of(graphdef, params, TOKENS[:1, 4:])[0, -1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[1], logits_of(graphdef, params)[1, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_generation_repeats_the_likeliest_token_of_the_full_pass():
+    graphdef, params = build()
+    continuation = jax.jit(lambda params: generate(nnx.merge(graphdef, params), TOKENS, 4))(params)
+    assert continuation.shape == (2, 4) and continuation.dtype == TOKENS.dtype
+    logits = logits_of(graphdef, params, jnp.concatenate([TOKENS, continuation], axis=1))
+    np.testing.assert_array_equal(continuation, jnp.argmax(logits[:, 12:-1], axis=-1))
+
+
+def test_sampling_follows_the_key():
+    graphdef, params = build()
+    sample = jax.jit(lambda params, key: generate(nnx.merge(graphdef, params), TOKENS, 8, key=key))
+    first, again, other = (np.asarray(sample(params, jax.random.key(seed))) for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
+
+
+def test_generation_names_mistakes():
+    model = nnx.merge(*build())
+    with pytest.raises(ValueError, match="temperature"):
+        generate(model, TOKENS, 1, temperature=0.0)
+    with pytest.raises(ValueError, match="prompt.*at least one"):
+        generate(model, TOKENS[:, :0], 1)
+    with pytest.raises(ValueError, match="layers.*0"):
+        LanguageModelConfig(layers=0)
+
+
+def test_bits():
+    logits = jnp.zeros((2, 3, 8))
+    targets = jnp.zeros((2, 3), jnp.int32)
+    np.testing.assert_allclose(bits_per_token(logits, targets), 3.0, rtol=1e-6)
+    sure = logits.at[:, 1, 0].set(100.0)
+    np.testing.assert_allclose(bits_per_token(sure, targets), 2.0, rtol=1e-6)
+    mask = jnp.asarray([[False, True, False]] * 2)
+    np.testing.assert_allclose(bits_per_token(sure, targets, mask), 0.0, atol=1e-6)
+
+
+def test_loss_starts_near_uniform():
+    graphdef, params = build()
+    bits = bits_per_token(logits_of(graphdef, params)[:, :-1], TOKENS[:, 1:])
+    assert abs(float(bits) - math.log2(17)) < 0.3
+
+
+def test_decay_leaves_out_what_it_would_harm():
+    _, params = build()
+    decayed, kept = set(), set()
+    for path, wanted in jax.tree_util.tree_leaves_with_path(decay_mask(params)):
+        name = ".".join(str(entry.key) for entry in path if hasattr(entry, "key"))
+        (decayed if wanted else kept).add(name)
+    roles = ("z_proj", "x_proj", "B_proj", "C_proj", "dt_proj", "x_conv", "B_conv", "C_conv", "out_proj")
+    assert decayed == {"embedding.embedding"} | {f"blocks.{i}.mixer.{role}.kernel" for i in range(2) for role in roles}
+    names = ("A_log", "dt_bias", "D", "norm.scale", "x_conv.bias", "B_conv.bias", "C_conv.bias")
+    vectors = {f"blocks.{i}.mixer.{name}" for i in range(2) for name in names}
+    assert kept == vectors | {f"blocks.{i}.norm.scale" for i in range(2)} | {"norm.scale"}
+
+
+def test_weight_decay_moves_only_what_it_should():
+    _, params = build()
+    optimizer = adamw(1.0, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with jax.numpy_dtype_promotion("standard"):  # inside optax
+        updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    moved = jax.tree.map(lambda update: bool((update != 0).any()), updates)
+    assert moved == decay_mask(params)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_learns_a_repeating_sequence(remat):
+    graphdef, params = build(remat=remat)
+    tokens = jnp.tile(jnp.arange(4, dtype=jnp.int32), (2, 5))
+    optimizer = adamw(0.01)
+    step = jax.jit(make_train_step(graphdef, optimizer), donate_argnums=0)
+    state = TrainState(params, optimizer.init(params))
+    losses = []
+    for _ in range(40):
+        state, loss = step(state, tokens)
+        losses.append(float(loss))
+    assert losses[0] > 3.5 and losses[-1] < 0.7
+
+
+def test_remat_changes_no_gradient():
+    graphdef, params = build()
+    rematted, _ = build(remat=True)
+
+    def gradient(graphdef):
+        def loss(params):
+            return bits_per_token(nnx.merge(graphdef, params)(TOKENS[:, :-1]), TOKENS[:, 1:])
+
+        return jax.jit(jax.grad(loss))(params)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient(rematted), gradient(graphdef)
+    )
+
+
+def test_gradients_are_averaged_over_a_mapped_axis():
+    graphdef, params = build()
+    optimizer = optax.sgd(1.0)
+    state = TrainState(params, optimizer.init(params))
+    want, want_loss = jax.jit(make_train_step(graphdef, optimizer))(state, TOKENS)
+    mapped = jax.vmap(make_train_step(graphdef, optimizer, axis_name="data"), in_axes=(None, 0), axis_name="data")
+    got, loss = jax.jit(mapped)(state, TOKENS[:, None])
+    np.testing.assert_allclose(loss, jnp.full(2, want_loss), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-4, atol=1e-5), got.params, want.params)
