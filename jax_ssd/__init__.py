@@ -1,7 +1,24 @@
 """Mamba-2 (SSD) for JAX: GPU kernels behind one FFI handler, pure JAX everywhere else."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
 from jax_ssd.mamba2.api import mamba2, mamba2_step
 from jax_ssd.norm import rms_norm_gated
+from jax_ssd.paths import Path, dispatch_paths
 
-__all__ = ["causal_conv1d", "causal_conv1d_step", "mamba2", "mamba2_step", "rms_norm_gated"]
+try:
+    __version__ = version("jax_ssd")
+except PackageNotFoundError:  # a source checkout on the path
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Path",
+    "__version__",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "dispatch_paths",
+    "mamba2",
+    "mamba2_step",
+    "rms_norm_gated",
+]

@@ -140,7 +140,8 @@ def _shardy_rule(operand_letters, result_letters, operand_shapes, result_shapes)
     """The same knowledge in the compiler's terms, which only steer propagation: `partition` has the last word.
 
     Groups get a factor of their own unless they equal the heads. Writing heads as (group, head of the group) would say
-    more, but where head shards outnumber groups it makes the compiler split a mesh axis, which no PartitionSpec can say.
+    more, but where head shards outnumber groups it makes the compiler split a mesh axis, which no PartitionSpec can
+    say.
     """
     pairs = [*zip(operand_letters, operand_shapes, strict=True), *zip(result_letters, result_shapes, strict=True)]
     sizes = {letter: n for letters, shape in pairs for letter, n in zip(letters, shape, strict=True)}

@@ -1,7 +1,7 @@
 """Packed sequences: from the caller's segment ids to run numbers, the form the kernels read.
 
-A run is a maximal stretch of tokens that share one state. Run numbers of a row start at 0, never decrease and grow by one
-at each boundary, so "same run" is one integer comparison and labels that come back later are told apart.
+A run is a maximal stretch of tokens that share one state. Run numbers of a row start at 0, never decrease and grow by
+one at each boundary, so "same run" is one integer comparison and labels that come back later are told apart.
 """
 
 import jax

@@ -131,14 +131,14 @@ def mamba2(
       >>> rest = mamba2(x[:, 512:], dt[:, 512:], A, B[:, 512:], C[:, 512:], initial_state=state)
     """
     name = "mamba2"
-    arrays = _arrays(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state)
+    arrays = _arrays(name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state)
     x = arrays["x"]
     shapes.require_rank(name, "x", x, 3, "(..., seq, heads, head_dim)")
     shapes.require_rank(name, "B", arrays["B"], 3, "(..., seq, groups, state)")
     sizes = _sizes(x, arrays["B"], lead=x.shape[:-3], seq=x.shape[-3])
     _check(name, arrays, sizes, token_axes=("...", "seq"), state="initial_state")
     if segment_ids is not None:
-        segment_ids = shapes.as_array("segment_ids", segment_ids)
+        segment_ids = shapes.as_array(name, "segment_ids", segment_ids)
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(
                 f"{name}: segment_ids: expected an integer type, got {segment_ids.dtype.name}; convert it to int32."
@@ -159,7 +159,7 @@ def mamba2(
         state = arrays["initial_state"].astype(accumulator(x.dtype))
         operands = operands._replace(initial_state=state.reshape(batch, *state.shape[len(lead) :]))
     if segment_ids is not None:
-        operands = operands._replace(runs=segments.runs_from_segment_ids(segment_ids.reshape(batch, -1)))
+        operands = operands._replace(runs=segments.runs_from_segment_ids(segment_ids.reshape(batch, sizes["seq"])))
     spec = ops.Spec(
         operands=tuple(key for key in Operands._fields if getattr(operands, key) is not None),
         dt_softplus=shapes.flag(name, "dt_softplus", dt_softplus),
@@ -228,7 +228,7 @@ def mamba2_step(
       >>> state, y = jax.lax.scan(token, state, inputs)
     """
     name = "mamba2_step"
-    arrays = _arrays(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    arrays = _arrays(name, state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     x = arrays["x"]
     shapes.require_rank(name, "x", x, 2, "(..., heads, head_dim)")
     shapes.require_rank(name, "B", arrays["B"], 2, "(..., groups, state)")
@@ -274,8 +274,13 @@ _reference_scan = jax.jit(_mamba2_reference, static_argnums=(1, 2))
 _reference_step = jax.jit(_mamba2_step_reference, static_argnums=(1, 2))
 
 
-def _arrays(**arguments) -> dict[str, jax.Array]:
-    return {key: shapes.as_array(key, value) for key, value in arguments.items() if value is not None}
+_OPTIONAL = ("D", "z", "dt_bias", "initial_state")
+
+
+def _arrays(name: str, **arguments) -> dict[str, jax.Array]:
+    """The arguments that are given; those that must be are refused as None."""
+    given = {key: value for key, value in arguments.items() if value is not None or key not in _OPTIONAL}
+    return {key: shapes.as_array(name, key, value) for key, value in given.items()}
 
 
 def _sizes(x, B, lead, seq) -> dict[str, Any]:

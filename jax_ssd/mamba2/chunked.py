@@ -72,7 +72,7 @@ def scan(
 
 def _cut(array: jax.Array, chunks: int) -> jax.Array:
     """[batch, seq, ...] -> [chunks, batch, seq / chunks, ...]."""
-    return jnp.moveaxis(array.reshape(array.shape[0], chunks, -1, *array.shape[2:]), 1, 0)
+    return jnp.moveaxis(array.reshape(array.shape[0], chunks, array.shape[1] // chunks, *array.shape[2:]), 1, 0)
 
 
 def _chunk(carry, tokens: _Chunk, *, precision: str):

@@ -15,8 +15,8 @@ from jax_ssd.cases import BY_NAME, TABLE, Case, differentiable
 from jax_ssd.mamba2.api import mamba2
 
 # Allowed ||out - ref|| / ||ref|| against float64 on the same rounded inputs. float32 sums a few hundred rounded terms;
-# TF32 and bfloat16 keep 10 and 8 bits of each factor, float16 11. Gradients pass through two such products, and that of A
-# is a long sum of differences.
+# TF32 and bfloat16 keep 10 and 8 bits of each factor, float16 11. Gradients pass through two such products, and that of
+# A is a long sum of differences.
 BARS = {
     ("float32", "highest"): (2e-6, 5e-5),
     ("float32", "default"): (1e-3, 3e-3),
