@@ -72,12 +72,17 @@ def passes(problem: Problem) -> int:
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what the cuTile kernels do not do, naming the limit and the figure."""
     if problem.dtype not in ITEM_SIZE:
-        raise NotImplementedError(f"the cuTile kernels take {', '.join(ITEM_SIZE)}, got {problem.dtype}")
+        raise NotImplementedError(
+            f"the cuTile kernels take {', '.join(ITEM_SIZE)}, got {problem.dtype}; use implementation='xla'"
+        )
     if problem.state > LARGEST_STATE:
-        raise NotImplementedError(f"the cuTile kernels take a state size up to {LARGEST_STATE}, got {problem.state}")
+        raise NotImplementedError(
+            f"the cuTile kernels take a state size up to {LARGEST_STATE}, got {problem.state}; use implementation='xla'"
+        )
     if problem.dt_limit[0] < 0 and not problem.dt_softplus:
         raise NotImplementedError(
-            f"the cuTile kernels take steps >= 0: dt_limit from 0 on, or dt_softplus, got dt_limit={problem.dt_limit}"
+            f"the cuTile kernels take steps >= 0: dt_limit from 0 on, or dt_softplus, got "
+            f"dt_limit={problem.dt_limit}; use implementation='xla'"
         )
     if problem.chunk_size is not None and problem.chunk_size not in CHUNKS:
         raise NotImplementedError(

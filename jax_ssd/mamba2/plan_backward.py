@@ -111,7 +111,8 @@ def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
     check_supported(problem)
     if problem.head_dim > LARGEST_HEAD_DIM:
         raise NotImplementedError(
-            f"the cuTile kernels of the backward take a head_dim up to {LARGEST_HEAD_DIM}, got {problem.head_dim}"
+            f"the cuTile kernels of the backward take a head_dim up to {LARGEST_HEAD_DIM}, got {problem.head_dim}; "
+            "use implementation='xla'"
         )
     return _Backward(problem, config or heuristic(problem)).plan()
 

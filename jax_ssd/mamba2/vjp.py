@@ -31,7 +31,10 @@ def _scan_forward(spec, operands):
 
 def _scan_backward(spec, operands, cotangents):
     names = (*spec.operands, "dy", "dfinal")[: len(spec.operands) + len(cotangents)]
-    gradients = _first_order(dataclasses.replace(spec, operands=names), *_present(spec, operands), *cotangents)
+    spec_backward = dataclasses.replace(spec, operands=names)
+    arrays = [*_present(spec, operands), *cotangents]
+    op.require_possible(ops.BACKWARD, spec_backward, arrays)
+    gradients = _first_order(spec_backward, *arrays)
     by_name = dict(zip(spec.gradients, gradients, strict=True))
     return (_gathered(operands, by_name),)
 
