@@ -146,6 +146,7 @@ def test_halves_with_a_carried_state_are_bitwise_the_whole():
         ({"state": 257}, "up to 256, got 257"),
         ({"dtype": "float64"}, "got float64"),
         ({"dt_limit": (-1.0, 1.0)}, "steps >= 0"),
+        ({"chunk_size": 128, "state": 128}, "needs 393216 bytes .* take 262144"),
     ],
 )
 def test_refusals_name_the_limit_and_the_figure(changes, said):

@@ -20,7 +20,8 @@ SMALLEST_TILE = 16  # the least side of a tile that the tensor cores take
 CHUNKS = (16, 32, 64, 128)
 LARGEST_STATE = 256
 STATE_TILE = 8192  # float32 elements of a state in the registers of one program
-CHUNK_BYTES = 65536  # of one chunk's B and C
+CHUNK_BYTES = 65536  # of one chunk's B and C, counted once per pass: what the heuristic allows
+LARGEST_CHUNK_BYTES = 262144  # what a caller's chunk_size may need: beyond, the compiler spills for minutes
 PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more read of its x and B
 STEP_TILE = 8192  # elements of the state that one program of a step holds, at most
@@ -90,6 +91,18 @@ def check_supported(problem: Problem) -> None:
             f"{problem.chunk_size}; leave it out, or use implementation='xla'"
         )
 
+    if problem.chunk_size is not None and problem.chunk_size * row_bytes(problem) > LARGEST_CHUNK_BYTES:
+        raise NotImplementedError(
+            f"a chunk_size of {problem.chunk_size} with state size {problem.state} in {problem.dtype} "
+            f"(precision={problem.precision!r}) needs {problem.chunk_size * row_bytes(problem)} bytes of tiles, the cuTile "
+            f"kernels take {LARGEST_CHUNK_BYTES}; leave chunk_size out"
+        )
+
+
+def row_bytes(problem: Problem) -> int:
+    """Of one token's B and C in shared memory, counted once per pass."""
+    return 2 * power_of_two(problem.state, SMALLEST_TILE) * ITEM_SIZE[problem.dtype] * max(1, passes(problem))
+
 
 def tiles(problem: Problem) -> Tiles:
     """The heuristic."""
@@ -97,8 +110,7 @@ def tiles(problem: Problem) -> Tiles:
     block = min(power_of_two(problem.head_dim, SMALLEST_TILE), 64, STATE_TILE // state)
     chunk = problem.chunk_size or min(64, power_of_two(problem.seq, SMALLEST_TILE))
     if problem.chunk_size is None:
-        row_bytes = 2 * state * ITEM_SIZE[problem.dtype] * max(1, passes(problem))
-        while chunk > SMALLEST_TILE and chunk * row_bytes > CHUNK_BYTES:
+        while chunk > SMALLEST_TILE and chunk * row_bytes(problem) > CHUNK_BYTES:
             chunk //= 2
     chunks = math.ceil(problem.seq / chunk)
     programs = problem.batch * problem.heads * math.ceil(problem.head_dim / block)
