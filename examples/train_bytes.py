@@ -82,6 +82,13 @@ def batches(text: np.ndarray, batch: int, seq: int, seed: int) -> Iterator[np.nd
         yield text[starts + np.arange(seq + 1)].astype(np.int32)
 
 
+def spread_sample(text: np.ndarray, pieces: int, seq: int) -> np.ndarray:
+    """An eighth of the text, for the reports on the way: pieces of whole windows, evenly spread."""
+    length = max(seq, len(text) // (8 * pieces) // seq * seq)
+    starts = np.linspace(0, max(0, len(text) - length), pieces).astype(int)
+    return np.concatenate([text[start : start + length] for start in starts])
+
+
 # ----------------------------------------------------------------------------------------------------------- baselines
 
 
@@ -322,7 +329,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     }
     print("held-out bits/byte: " + ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items()))
 
-    brief = make_evaluator(graphdef, held_out[: max(1, len(held_out) // 8)], options.seq, rows=8)
+    brief = make_evaluator(graphdef, spread_sample(held_out, 8, options.seq), options.seq, rows=8)
     params = train(graphdef, params, text, options, brief)
     bits = make_evaluator(graphdef, held_out, options.seq, rows=16)(params)
     print("\nheld-out bits/byte, all models on the same bytes")
