@@ -94,8 +94,8 @@ def check_supported(problem: Problem) -> None:
     if problem.chunk_size is not None and problem.chunk_size * row_bytes(problem) > LARGEST_CHUNK_BYTES:
         raise NotImplementedError(
             f"a chunk_size of {problem.chunk_size} with state size {problem.state} in {problem.dtype} "
-            f"(precision={problem.precision!r}) needs {problem.chunk_size * row_bytes(problem)} bytes of tiles, the cuTile "
-            f"kernels take {LARGEST_CHUNK_BYTES}; leave chunk_size out"
+            f"(precision={problem.precision!r}) needs {problem.chunk_size * row_bytes(problem)} bytes of tiles, the "
+            f"cuTile kernels take {LARGEST_CHUNK_BYTES}; leave chunk_size out"
         )
 
 
