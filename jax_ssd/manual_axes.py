@@ -21,4 +21,7 @@ def unified(tree):
 
 
 def _varying(array) -> frozenset[str]:
-    return frozenset(getattr(jax.typeof(array), "vma", ()))
+    aval = jax.typeof(array)
+    # The name of this attribute has changed between releases. There is no default: were both missing, the gradients of
+    # replicated parameters would be those of one shard.
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
