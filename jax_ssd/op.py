@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -65,7 +66,7 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
         _, function = dispatch.first_accepting(
             definition.name,
             spec.implementation,
-            lambda name: implementation(definition, spec, name, platform, context.avals_in),
+            lambda name: implementation(definition, spec, name, platform, context.avals_in, _gpus(context)),
         )
         return mlir.lower_fun(function, multiple_results=True)(context, *operands)
 
@@ -97,14 +98,29 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     return call
 
 
-def implementation(definition: Definition, spec, name: str, platform: str, avals) -> Function:
+def _gpus(context: mlir.LoweringRuleContext) -> list | None:
+    """The GPUs that a program is lowered for; None where it is not lowered for any that are here."""
+    axes = context.module_context.axis_context
+    devices = getattr(axes, "device_assignment", None)
+    if devices is None:
+        devices = getattr(getattr(axes, "mesh", None), "devices", np.array([])).flat
+    return [device for device in devices if device.platform == "gpu"] or None
+
+
+def implementation(
+    definition: Definition, spec, name: str, platform: str, avals, devices: Sequence[jax.Device] | None
+) -> Function:
     """The function of the operands that an implementation runs on a platform, compiled if it is a kernel.
+
+    devices: the GPUs to compile for, which must be of one architecture; None for those of the settings, or all here.
 
     Raises:
       NotImplementedError: it cannot serve the call there, with the reason.
     """
     plan = kernel_plan(definition, spec, name, platform, avals)
-    return definition.plain(spec, name if name == "reference" else "xla") if plan is None else kernel_runner(plan)
+    if plan is None:
+        return definition.plain(spec, name if name == "reference" else "xla")
+    return kernel_runner(plan, devices)
 
 
 def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -> Plan | None:
@@ -125,17 +141,24 @@ def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -
     if any(0 in aval.shape for aval in avals):
         return None
     plan = definition.plan(spec, name, avals)
-    plan.check(compile.target_arch())
+    for arch in compile.target_archs():
+        plan.check(arch)
     missing = ffi_targets.missing()
     if missing is not None:
         raise NotImplementedError(missing)
     return plan
 
 
-def kernel_runner(plan: Plan) -> Function:
+def kernel_runner(plan: Plan, devices: Sequence[jax.Device] | None) -> Function:
     """The function that runs a plan's kernels, compiled now. A failing compiler is a refusal, never a silent one."""
+    archs = compile.target_archs(devices)
+    if len(archs) > 1:
+        raise NotImplementedError(
+            f"one program runs on GPUs of {' and '.join(archs)}, and its kernels are compiled for one; give each "
+            "architecture a program of its own, or choose 'xla'."
+        )
     try:
-        return launch.runner(plan)
+        return launch.runner(plan, archs[0])
     except compile.CompileError as error:
         warnings.warn(f"jax_ssd: the kernels of {plan.name} do not compile: {error}", stacklevel=2)
         raise NotImplementedError(f"its kernels do not compile: {error}") from error
