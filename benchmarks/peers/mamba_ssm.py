@@ -67,6 +67,7 @@ class MambaSsm(Peer):
         return both
 
     def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        import torch
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
         def call(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> tuple[Any, Any]:
@@ -74,7 +75,8 @@ class MambaSsm(Peer):
             wide = (case.heads, case.head_dim)
             dt = dt[..., None].expand(-1, -1, case.head_dim)
             a = A[:, None, None].expand(*wide, case.state)
-            bias = None if dt_bias is None else dt_bias[:, None].expand(wide)
+            # The kernel's test for per-head values reads dt_bias too, so without one it is given zeros.
+            bias = (torch.zeros_like(A) if dt_bias is None else dt_bias)[:, None].expand(wide)
             d = D[:, None].expand(wide)
             return state, selective_state_update(state, x, dt, a, B, C, D=d, dt_bias=bias, dt_softplus=case.softplus)
 
