@@ -119,7 +119,7 @@ def place(tree, specs):
 def compiled(function, *arguments, **options):
     """For the devices that the arguments are on. Most of the time of a test is this, so the machine code is plain."""
     lowered = jax.jit(function, **options).lower(*arguments)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
 
 
 def moved(program) -> dict[str, list[int]]:

@@ -174,7 +174,8 @@ def mamba2(
         results = _reference_scan(operands, spec.dt_softplus, spec.dt_limit)
     else:
         op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
-        results = vjp.scan(spec, vjp.guarded(operands, name))
+        with vjp.in_words(name):
+            results = vjp.scan(spec, vjp.guarded(operands, name))
     y = checkpoint_name(results[0].reshape(*lead, *results[0].shape[1:]), "mamba2_y")
     if not spec.return_final_state:
         return y
@@ -257,7 +258,8 @@ def mamba2_step(
         new_state, y = _reference_step(operands, spec.dt_softplus, spec.dt_limit)
     else:
         op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
-        new_state, y = vjp.step(spec, vjp.guarded(operands, name))
+        with vjp.in_words(name):
+            new_state, y = vjp.step(spec, vjp.guarded(operands, name))
     return new_state.reshape(*lead, *new_state.shape[1:]), y.reshape(*lead, *y.shape[1:])
 
 

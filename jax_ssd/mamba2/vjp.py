@@ -4,8 +4,10 @@ The scan keeps its inputs and nothing else; its backward is one op that recomput
 is plain JAX. Forward mode and second derivatives are refused in words: "reference" has them.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,17 @@ def guarded(operands, name: str):
         return op.reverse_mode_only(array, message) if jnp.issubdtype(array.dtype, jnp.inexact) else array
 
     return jax.tree.map(guard, operands)
+
+
+@contextlib.contextmanager
+def in_words(name: str) -> Iterator[None]:
+    """Our refusal for JAX's own, which comes first where tangents are both batched and traced (jit of jacfwd)."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(FORWARD_MODE.format(name=name)) from error
 
 
 def _present(spec, operands) -> list[jax.Array]:
