@@ -282,7 +282,7 @@ def _require_close(name: str, got: jax.Array, want: jax.Array, tolerance: float)
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"features": 192, "layers": 2, "state-dim": 32, "head-dim": 64, "seq": 256, "batch": 8, "steps": 700}
+    sizes = {"features": 192, "layers": 2, "state-dim": 32, "head-dim": 64, "seq": 256, "batch": 4, "steps": 1000}
     sizes |= {"seed": 0, "reports": 10, "eval-bytes": 1 << 17, "data-bytes": 1 << 26, "generate": 200}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
