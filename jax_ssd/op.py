@@ -104,7 +104,8 @@ def _gpus(context: mlir.LoweringRuleContext) -> list | None:
     devices = getattr(axes, "device_assignment", None)
     if devices is None:
         devices = getattr(getattr(axes, "mesh", None), "devices", np.array([])).flat
-    return [device for device in devices if device.platform == "gpu"] or None
+    # Where only some axes of a mesh are manual, JAX hands the partitioning rule a mesh without devices.
+    return [device for device in devices if device is not None and device.platform == "gpu"] or None
 
 
 def implementation(
