@@ -226,13 +226,16 @@ def step_arguments(groups: int) -> dict[str, jax.Array]:
     return {"state": given["initial_state"], **token, **{name: given[name] for name in ("A", "D", "dt_bias")}}
 
 
-@pytest.mark.parametrize("groups", [2, 4])
-def test_a_step_moves_nothing(groups):
-    layout = Layout(groups, 8, "data", "model")
-    specs = layout.specs()
+def step_specs(groups: int) -> dict[str, P]:
+    specs = Layout(groups, 8, "data", "model").specs()
     specs |= {name: P(specs[name][0], *specs[name][2:]) for name in ("x", "dt", "B", "C")}
     specs["state"] = specs["initial_state"]
-    given = step_arguments(groups)
+    return {name: specs[name] for name in step_arguments(groups)}
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_step_moves_nothing(groups):
+    specs, given = step_specs(groups), step_arguments(groups)
 
     def step(moving):
         return jax_ssd.mamba2_step(**moving, dt_softplus=True)
@@ -313,6 +316,16 @@ def test_gradients_taken_outside_shard_map(name):
     outside = jax.grad(lambda moving: (mapped(moving) ** 2).sum())
     given = place(arrays(4, 8), specs)
     assert_close(compiled(outside, given)(given), expected_total())
+
+
+def test_gradients_of_a_step_taken_inside_shard_map():
+    def objective(moving):
+        state, y = jax_ssd.mamba2_step(**moving, dt_softplus=True)
+        return (state**2).sum() + (y**2).sum()
+
+    specs, given = step_specs(4), step_arguments(4)
+    inside = jax.shard_map(jax.grad(objective), mesh=mesh(), in_specs=(specs,), out_specs=specs)
+    assert_close(compiled(inside, given)(given), jax.tree.map(np.asarray, compiled(jax.grad(objective), given)(given)))
 
 
 def test_gradients_where_only_the_batch_is_mapped_by_hand():

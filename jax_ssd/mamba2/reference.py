@@ -126,4 +126,4 @@ def step(operands: StepOperands, softplus: bool, limit: tuple[float, float]) -> 
 
 def _per_head(group: jax.Array, heads: int) -> jax.Array:
     """[batch, groups, state] -> [batch, heads, state]: each group serves neighbouring heads."""
-    return jnp.repeat(group, heads // group.shape[1], axis=1)
+    return jnp.repeat(group, heads // max(group.shape[1], 1), axis=1)
