@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from jax_ssd.mamba2.plan import (
     ITEM_SIZE,
     PROGRAMS,
+    SMALLEST_CHUNK,
+    SMALLEST_STATE_TILE,
     SMALLEST_TILE,
     Tiles,
     check_supported,
@@ -70,10 +72,10 @@ class BackwardConfig:
 
 def heuristic(problem: Problem) -> BackwardConfig:
     """A configuration without measuring: enough programs to fill a large GPU, in as little memory as that allows."""
-    chunk = min(problem.chunk_size or LARGEST_CHUNK, LARGEST_CHUNK, power_of_two(problem.seq, SMALLEST_TILE))
+    chunk = min(problem.chunk_size or LARGEST_CHUNK, LARGEST_CHUNK, power_of_two(problem.seq, SMALLEST_CHUNK))
     if passes(problem) == 3 or (problem.dtype == "float32" and problem.state > 128):
         chunk = min(chunk, 32)
-    width, state = power_of_two(problem.head_dim, SMALLEST_TILE), power_of_two(problem.state, SMALLEST_TILE)
+    width, state = power_of_two(problem.head_dim, SMALLEST_TILE), power_of_two(problem.state, SMALLEST_STATE_TILE)
     p_blocks = min(max(1, width * state // STATE_TILE), width // SMALLEST_TILE)
     n_blocks = max(1, state // 128)
     chunks = math.ceil(problem.seq / chunk)
@@ -124,7 +126,7 @@ class _Backward:
         self.problem, self.config = problem, config
         self.Q, self.chunks = config.chunk, math.ceil(problem.seq / config.chunk)
         self.width = power_of_two(problem.head_dim, SMALLEST_TILE)
-        self.P, self.N = self.width // config.p_blocks, power_of_two(problem.state, SMALLEST_TILE)
+        self.P, self.N = self.width // config.p_blocks, power_of_two(problem.state, SMALLEST_STATE_TILE)
         self.p_blocks = math.ceil(problem.head_dim / self.P)
         self.segment_chunks = math.ceil(self.chunks / config.segments)
         self.segments = math.ceil(self.chunks / self.segment_chunks)
