@@ -23,7 +23,7 @@ SMALLEST_STATE_TILE = 32
 SMALLEST_CHUNK = 32  # of a short row: smaller ones were run in float32 only
 CHUNKS = (16, 32, 64, 128)
 LARGEST_STATE = 256
-STATE_TILE = 8192  # float32 elements of a state in the registers of one program
+STATE_TILE = 8192  # float32 elements of a state, or its adjoint, in the registers of one program, by preference
 CHUNK_BYTES = 65536  # of one chunk's B and C, counted once per pass: what the heuristic allows
 LARGEST_CHUNK_BYTES = 262144  # what a caller's chunk_size may need: beyond, the compiler spills for minutes
 PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200
@@ -94,7 +94,6 @@ def check_supported(problem: Problem) -> None:
             f"the cuTile kernels take a chunk_size of {', '.join(map(str, CHUNKS))} (tiles are powers of two), got "
             f"{problem.chunk_size}; leave it out, or use implementation='xla'"
         )
-
     if problem.chunk_size is not None and problem.chunk_size * row_bytes(problem) > LARGEST_CHUNK_BYTES:
         raise NotImplementedError(
             f"a chunk_size of {problem.chunk_size} with state size {problem.state} in {problem.dtype} "
@@ -121,8 +120,12 @@ def tiles(problem: Problem) -> Tiles:
     chunks = math.ceil(problem.seq / chunk)
     programs = problem.batch * problem.heads * math.ceil(problem.head_dim / block)
     segments = max(1, min(PROGRAMS // programs, chunks // SHORTEST_SEGMENT))
-    head_block = 1 if problem.has_runs else min(32, power_of_two(problem.heads))
-    return Tiles(chunk, max(SMALLEST_TILE, block), segments, head_block)
+    return Tiles(chunk, max(SMALLEST_TILE, block), segments, prepare_heads(problem))
+
+
+def prepare_heads(problem: Problem) -> int:
+    """Heads per program of the preparing kernel, whose tile is [heads, chunk, chunk] if there are runs."""
+    return 1 if problem.has_runs else min(32, power_of_two(problem.heads))
 
 
 def forward(problem: Problem, config: Tiles | None = None) -> Plan:
@@ -152,7 +155,7 @@ class _Forward:
             self.scratch += [Buffer("ends", (*ends, p.state, p.head_dim), "float32"), Buffer("totals", ends, "float32")]
 
     def plan(self) -> Plan:
-        launches = [prepare(self.problem, self.config)]
+        launches = [prepare(self.problem, self.config.chunk, self.config.head_block)]
         if self.segments > 1:
             launches.append(self.segment_state())
         launches.append(self.forward())
@@ -213,15 +216,15 @@ def scan_operands(p: Problem) -> tuple[Buffer, ...]:
     return tuple(buffer for buffer, present in every if present)
 
 
-def prepare(problem: Problem, config: Tiles) -> Launch:
+def prepare(problem: Problem, chunk: int, head_block: int) -> Launch:
     """dt, dt_bias, A -> scratch "step" and "decay" [batch, heads, chunks * chunk] float32. The backward runs it too."""
     p = problem
     arrays = [ArrayArg("dt"), ArrayArg("dt_bias" if p.has_dt_bias else "A"), ArrayArg("A")]
     arrays += [ArrayArg("runs" if p.has_runs else "A"), ArrayArg("step"), ArrayArg("decay")]
-    blocks, chunks = math.ceil(p.heads / config.head_block), math.ceil(p.seq / config.chunk)
+    blocks, chunks = math.ceil(p.heads / head_block), math.ceil(p.seq / chunk)
     low, high = map(float, p.dt_limit)
     options = [p.param_rows == 1, p.has_dt_bias, p.dt_softplus, low, high, p.has_runs]
-    constants = [config.chunk, config.head_block, blocks, chunks, p.seq, *options]
+    constants = [chunk, head_block, blocks, chunks, p.seq, *options]
     return launch(CuTileKernel("decay", "prepare"), p.batch * chunks * blocks, arrays, constants)
 
 

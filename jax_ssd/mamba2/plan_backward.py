@@ -12,11 +12,12 @@ from jax_ssd.mamba2.plan import (
     SMALLEST_CHUNK,
     SMALLEST_STATE_TILE,
     SMALLEST_TILE,
-    Tiles,
+    STATE_TILE,
     check_supported,
     passes,
     power_of_two,
     prepare,
+    prepare_heads,
     scan_operands,
 )
 from jax_ssd.mamba2.problem import Problem
@@ -24,8 +25,7 @@ from jax_ssd.plans import ArrayArg, Buffer, ConstantArg, Launch, Plan, ScalarArg
 from jax_ssd.specs import CuTileKernel, row_major
 
 LARGEST_HEAD_DIM = 256
-STATE_TILE = 8192  # float32 elements of the [state, head_dim] adjoint in the registers of one program, by preference
-LARGEST_STATE_TILE = 2 * STATE_TILE
+LARGEST_STATE_TILE = 2 * STATE_TILE  # of the [state, head_dim] adjoint in the registers of one program
 LARGEST_CHUNK = 64
 MOST_SEGMENTS = 64
 HEAD_AXIS = {
@@ -151,8 +151,10 @@ class _Backward:
             )
         if self.group_heads % config.head_blocks:
             raise ValueError(f"head_blocks={config.head_blocks} does not divide {self.group_heads} heads.")
-        if self.P < SMALLEST_TILE or self.N // config.n_blocks < SMALLEST_TILE:
-            raise ValueError(f"{config.p_blocks=} or {config.n_blocks=} leaves tiles below {SMALLEST_TILE}.")
+        if min(self.Q, self.P, self.N // config.n_blocks) < SMALLEST_TILE:
+            raise ValueError(
+                f"{config.chunk=}, {config.p_blocks=} or {config.n_blocks=} leaves tiles below {SMALLEST_TILE}."
+            )
         if self.N * self.P > LARGEST_STATE_TILE:
             raise NotImplementedError(
                 f"a program of the backward keeps a tile of up to {LARGEST_STATE_TILE} elements of state x head_dim in "
@@ -207,7 +209,7 @@ class _Backward:
 
     def plan(self) -> Plan:
         self.buffers = {b.name: b for b in (*self.operands(), *self.results(), *self.scratch())}
-        launches = [prepare(self.problem, Tiles(self.Q, self.width, 1, self.prepare_heads()))]
+        launches = [prepare(self.problem, self.Q, prepare_heads(self.problem))]
         for turn in range(self.config.head_slices):
             launches += self.slice_launches(turn)
         launches += self.sums()
@@ -240,10 +242,6 @@ class _Backward:
             part, first = shape[axis] // turns, turn * (shape[axis] // turns)
         shape[axis] = part
         return ArrayArg(buffer.name, tuple(shape), strides, first * strides[axis])
-
-    def prepare_heads(self) -> int:
-        """Heads per program of the preparing kernel, whose tile is [heads, chunk, chunk] if there are runs."""
-        return 1 if self.problem.has_runs else min(32, power_of_two(self.problem.heads))
 
     def dt_tile(self) -> tuple[int, int]:
         """Heads per tile of the kernels that read dt, and how many such tiles cover all heads."""
