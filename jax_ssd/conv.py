@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import shapes
+from jax_ssd import segments, shapes
 
 Activation = Literal["silu"] | None
 
@@ -178,7 +178,7 @@ def _packed(
     x = jnp.where(real[..., None], x, jnp.zeros_like(x))
     order = jnp.argsort(~real, axis=-1, stable=True)
     tokens = _extend(state, jnp.take_along_axis(x, order[..., None], axis=-2))
-    runs = _runs(jnp.take_along_axis(segment_ids, order, axis=-1))
+    runs = jnp.take_along_axis(segments.runs_from_segment_ids(segment_ids), order, axis=-1)
     runs = jnp.concatenate([jnp.zeros((*runs.shape[:-1], history), runs.dtype), runs], axis=-1)
 
     y = _activate(_filter(tokens, weight, bias, x.shape[-2], runs), activation).astype(x.dtype)
@@ -191,13 +191,6 @@ def _packed(
     window_runs = jnp.take_along_axis(runs, newest, axis=-1)
     in_last_run = window_runs == window_runs[..., -1:]
     return y, jnp.where(in_last_run[..., None], window, jnp.zeros_like(window))
-
-
-def _runs(labels: jax.Array) -> jax.Array:
-    """Numbers the runs of equal neighbouring ``labels [..., seq]`` from 0 up; labels that come back are new runs."""
-    changes = labels[..., 1:] != labels[..., :-1]
-    first = jnp.zeros(labels[..., :1].shape, jnp.bool_)
-    return jnp.cumsum(jnp.concatenate([first, changes], axis=-1), axis=-1, dtype=jnp.int32)
 
 
 def _activate(y: jax.Array, activation: Activation) -> jax.Array:

@@ -12,19 +12,20 @@ def runs_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Number the runs of each row.
 
     Args:
-      segment_ids: [batch, seq] integers. Equal neighbours belong together; a negative id marks padding, which is no
+      segment_ids: [..., seq] integers. Equal neighbours belong together; a negative id marks padding, which is no
         boundary by itself: the tokens before and after it are compared with each other.
 
     Returns:
-      [batch, seq] int32: the run number v >= 0 of a token, or -v - 1 (bitwise ~v) for padding lying in run v.
+      [..., seq] int32: the run number v >= 0 of a token, or -v - 1 (bitwise ~v) for padding lying in run v.
     """
-    seq = segment_ids.shape[1]
+    axis = segment_ids.ndim - 1
     real = segment_ids >= 0
-    position = jnp.arange(seq, dtype=jnp.int32)[None, :]
-    last_real = jax.lax.cummax(jnp.where(real, position, -1), axis=1)
-    filled = jnp.take_along_axis(segment_ids, jnp.maximum(last_real, 0), axis=1)
-    changed = real[:, 1:] & (last_real[:, :-1] >= 0) & (segment_ids[:, 1:] != filled[:, :-1])
-    run = jnp.cumsum(jnp.pad(changed, ((0, 0), (min(seq, 1), 0))), axis=1, dtype=jnp.int32)
+    position = jax.lax.broadcasted_iota(jnp.int32, segment_ids.shape, axis)
+    last_real = jax.lax.cummax(jnp.where(real, position, -1), axis=axis)
+    filled = jnp.take_along_axis(segment_ids, jnp.maximum(last_real, 0), axis=axis)
+    changed = real[..., 1:] & (last_real[..., :-1] >= 0) & (segment_ids[..., 1:] != filled[..., :-1])
+    first = jnp.zeros_like(real[..., :1])
+    run = jnp.cumsum(jnp.concatenate([first, changed], axis), axis, dtype=jnp.int32)
     return jnp.where(real, run, ~run)
 
 
