@@ -60,8 +60,24 @@ def test_missing_parts_come_with_their_cure(monkeypatch):
     assert "cuda-tile is not installed" in compilers and "cuda-bindings is not installed" in compilers
     assert compilers.count("pip install 'jax_ssd[cuda13]'") == 2
     assert "-> the extension is missing; `pip install -e .` builds it" in section("extension")
-    choice = section("what implementation=None chooses")
-    assert "cuda: xla, because" in choice and "cuda-tile is not installed" in choice and "extension" in choice
+    with config.override(target_arch="sm_90"):
+        choice = section("what implementation=None chooses")
+    assert "cuda: xla, because" in choice and "not cutile: the extension is missing" in choice
+
+
+def test_choice_without_an_architecture_or_a_compiler(monkeypatch):
+    monkeypatch.setattr(cutile, "missing", lambda: "the package cuda-tile is not installed")
+    monkeypatch.setattr(ffi_targets, "missing", lambda: None)
+    with config.override(target_arch="sm_90"):
+        assert "only kernels that are in the cache, because the package" in section("what implementation=None chooses")
+    with config.override(target_arch=()):
+        monkeypatch.setattr(doctor.jax, "devices", no_devices)
+        choice = section("what implementation=None chooses")
+    assert "cuda: xla, because" in choice and "JAX_SSD_TARGET_ARCH" in choice
+
+
+def no_devices(platform):
+    raise RuntimeError(f"no {platform} here")
 
 
 def test_choice_where_everything_is_there(monkeypatch):

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 
-from jax_ssd import config, cutile, ffi_targets, nvrtc
+import jax
+import jax.numpy as jnp
+
+from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, mamba2, nvrtc
 
 _PACKAGES = (
     "jax_ssd",
@@ -156,37 +159,31 @@ def _cache() -> Iterator[str]:
 
 
 def _choices() -> Iterator[str]:
-    yield "cpu: xla (the kernels are for CUDA)"
-    reasons = list(_kernel_obstacles())
-    if not reasons:
-        yield f"cuda: cutile, compiled for {', '.join(_archs())}; xla where the kernels decline a call"
-        return
-    yield "cuda: xla, because"
-    yield from (f"  {reason}" for reason in reasons)
+    """What a small call of mamba2 would run in a program for each platform."""
+    for target in ("cpu", "cuda"):
+        (path,) = dispatch_paths(mamba2, *_small_call(), platform=target)
+        if path.plan is None:
+            yield f"{target}: {path.implementation}, because"
+            for reason in dict.fromkeys(path.refusals.values()):
+                names = [name for name, refusal in path.refusals.items() if refusal == reason]
+                yield f"  not {', '.join(names)}: {reason}"
+            continue
+        archs = ", ".join(compile.target_archs())
+        yield f"{target}: {path.implementation}, compiled for {archs}; xla where the kernels decline a call"
+        lacking = cutile.missing()
+        if lacking is not None:
+            yield f"-> but only kernels that are in the cache, because {lacking}; {_INSTALL}"
 
 
-def _kernel_obstacles() -> Iterator[str]:
-    """Everything that keeps the cuTile kernels from being used in a program for CUDA."""
-    extension, compiler = ffi_targets.missing(), cutile.missing()
-    if extension:
-        yield extension
-    if compiler:
-        yield f"{compiler} (kernels that are in the cache need no compiler); {_INSTALL}"
-    try:
-        _archs()
-    except (NotImplementedError, ValueError) as error:
-        yield str(error)
-
-
-def _archs() -> tuple[str, ...]:
-    from jax_ssd import compile as kernels
-
-    return kernels.target_archs()
+def _small_call() -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, dt, A, B and C of a call that every implementation takes."""
+    batch, seq, heads, head_dim, groups, state = 1, 64, 1, 64, 1, 64
+    tokens, group = (batch, seq, heads, head_dim), (batch, seq, groups, state)
+    shapes = {"x": tokens, "dt": tokens[:3], "A": (heads,), "B": group, "C": group}
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
 
 
 def _cuda_devices():
-    import jax
-
     try:
         return jax.devices("cuda"), ""
     except RuntimeError as error:
