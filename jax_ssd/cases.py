@@ -5,6 +5,7 @@ every option that costs a kernel something.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class Case:
     precision: str = "highest"
     decay: tuple[float, float] = (0.1, 4.0)  # range of -A, which the heads cover evenly in the logarithm
 
-    def options(self) -> dict:
+    def options(self) -> dict[str, Any]:
         return {
             "dt_softplus": self.softplus,
             "dt_limit": self.dt_limit,
@@ -45,8 +46,8 @@ class Case:
             "precision": self.precision,
         }
 
-    def inputs(self, seed: int = 0) -> dict[str, jax.Array]:
-        """Random arguments of mamba2 by name, absent ones left out."""
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        """Random arguments of mamba2 by name, all of them arrays, absent ones left out."""
         rng = np.random.default_rng(seed)
         lead = (self.batch, self.seq)
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -40,9 +41,9 @@ class Definition:
 
     name: str
     letters: Callable[[Any], tuple[tuple[str, ...], tuple[str, ...]]]
-    abstract: Callable[[Any, Sequence[jax.core.ShapedArray]], list[jax.core.ShapedArray]]
+    abstract: Callable[[Any, Sequence[ShapedArray]], list[ShapedArray]]
     plain: Callable[[Any, str], Function]
-    plan: Callable[[Any, str, Sequence[jax.core.ShapedArray]], Plan]
+    plan: Callable[[Any, str, Sequence[ShapedArray]], Plan]
 
 
 DEFINITIONS: dict[str, Definition] = {}
@@ -109,11 +110,11 @@ def _gpus(context: mlir.LoweringRuleContext) -> list | None:
 
 
 def implementation(
-    definition: Definition, spec, name: str, platform: str, avals, devices: Sequence[jax.Device] | None
+    definition: Definition, spec, name: str, platform: str, avals, devices: Sequence[Any] | None
 ) -> Function:
     """The function of the operands that an implementation runs on a platform, compiled if it is a kernel.
 
-    devices: the GPUs to compile for, which must be of one architecture; None for those of the settings, or all here.
+    devices: the GPUs to compile for, as JAX devices of one architecture; None for those of the settings, or all here.
 
     Raises:
       NotImplementedError: it cannot serve the call there, with the reason.
@@ -150,16 +151,16 @@ def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -
     return plan
 
 
-def kernel_runner(plan: Plan, devices: Sequence[jax.Device] | None) -> Function:
+def kernel_runner(plan: Plan, devices: Sequence[Any] | None) -> Function:
     """The function that runs a plan's kernels, compiled now. A failing compiler is a refusal, never a silent one."""
-    archs = compile.target_archs(devices)
-    if len(archs) > 1:
+    arch, *others = compile.target_archs(devices)
+    if others:
         raise NotImplementedError(
-            f"one program runs on GPUs of {' and '.join(archs)}, and its kernels are compiled for one; give each "
-            "architecture a program of its own, or choose 'xla'."
+            f"one program runs on GPUs of {' and '.join((arch, *others))}, and its kernels are compiled for one; give "
+            "each architecture a program of its own, or choose 'xla'."
         )
     try:
-        return launch.runner(plan, archs[0])
+        return launch.runner(plan, arch)
     except compile.CompileError as error:
         warnings.warn(f"jax_ssd: the kernels of {plan.name} do not compile: {error}", stacklevel=2)
         raise NotImplementedError(f"its kernels do not compile: {error}") from error

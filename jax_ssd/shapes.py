@@ -132,7 +132,8 @@ _PRECISIONS = {
 def precision(op: str, value) -> str:
     """ "default" or "highest"; None follows jax_default_matmul_precision."""
     if value is None:
-        value = jax.config.jax_default_matmul_precision or "default"
+        # JAX adds its flags to the configuration at run time, where a type checker does not see them.
+        value = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore[reportAttributeAccessIssue]
     word = value.name.lower() if isinstance(value, jax.lax.Precision) else value
     if not isinstance(word, str) or word not in _PRECISIONS:
         raise ValueError(

@@ -4,6 +4,7 @@
 """
 
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -74,7 +75,7 @@ def test_softplus_is_stable(raw, expected, mamba2):
     np.testing.assert_allclose(y[0, 0, 0, 0], expected, rtol=1e-5)
 
 
-def base_arrays(seed=0, **changes) -> dict[str, jax.Array]:
+def base_arrays(seed=0, **changes) -> dict[str, Any]:
     """x, dt, A, B, C, D and initial_state with three chunks and a tail at chunk_size 16."""
     plain = {"gate": False, "bias": False, "softplus": False}
     arrays = Case("", **{**plain, "seq": 53, "state": 16, "head_dim": 8, **changes}).inputs(seed)
@@ -131,7 +132,7 @@ def test_total_decay_leaves_the_token_itself(mamba2):
 
 
 def test_growth_agrees_with_the_recurrence(mamba2):
-    arrays = base_arrays(seq=64) | {"A": jnp.full(4, 0.1)}
+    arrays = {**base_arrays(seq=64), "A": jnp.full(4, 0.1)}
     expected = jax_ssd.mamba2(**arrays, implementation="reference")
     assert check.relative_error(np.asarray(mamba2(**arrays, chunk_size=16)), np.asarray(expected)) < 1e-5
 
@@ -143,7 +144,7 @@ def test_small_decays_keep_their_digits_after_a_huge_one(size, bar, mamba2):
     steps[0, 3] = -size
     arrays |= {"dt": jnp.asarray(steps), "A": -jnp.ones(1)}
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(a), jnp.float64) for name, a in arrays.items()}
+        wide: dict[str, Any] = {name: jnp.asarray(np.asarray(a), jnp.float64) for name, a in arrays.items()}
         expected = np.asarray(jax_ssd.mamba2(**wide, implementation="reference"))
     y = np.asarray(mamba2(**arrays, chunk_size=32))
     assert check.relative_error(y[:, 4:], expected[:, 4:]) < bar
@@ -199,7 +200,7 @@ def test_any_length(seq, mamba2):
 
 @pytest.mark.parametrize("axis", ["batch", "seq", "heads", "head_dim", "state"])
 def test_zero_sized_axes_give_empty_results_and_zero_gradients(axis, mamba2):
-    sizes = {"batch": 1, "seq": 5, "heads": 2, "groups": 1, "head_dim": 4, "state": 8} | {axis: 0}
+    sizes: dict[str, Any] = {"batch": 1, "seq": 5, "heads": 2, "groups": 1, "head_dim": 4, "state": 8} | {axis: 0}
     if axis == "heads":
         sizes["groups"] = 0
     arrays = Case("", **sizes, gate=True, bias=True).inputs()
@@ -268,7 +269,7 @@ def test_packed_segments_equal_separate_runs(lengths, mamba2):
     )
     for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         piece = {n: a[:, start:stop] if n in ("x", "dt", "B", "C") else a for n, a in arrays.items()}
-        first = {"initial_state": state} if number == 0 else {}
+        first: dict[str, Any] = {"initial_state": state} if number == 0 else {}
         alone, last = jax_ssd.mamba2(**piece, **first, return_final_state=True, implementation="reference")
         np.testing.assert_allclose(packed[:, start:stop], alone, rtol=5e-5, atol=5e-5)
     np.testing.assert_allclose(final, last, rtol=5e-5, atol=5e-5)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from jax_ssd import op
 from jax_ssd.mamba2 import chunked, plan, plan_backward, reference
@@ -68,7 +69,7 @@ class Spec:
         return tuple(name for name in self.operands if name not in ("runs", "dy", "dfinal"))
 
 
-def problem(spec: Spec, avals: Sequence[jax.core.ShapedArray]) -> Problem:
+def problem(spec: Spec, avals: Sequence[ShapedArray]) -> Problem:
     """The sizes and types of a call of forward or backward."""
     by_name = dict(zip(spec.operands, avals, strict=True))
     batch, seq, heads, head_dim = by_name["x"].shape

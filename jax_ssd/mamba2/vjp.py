@@ -6,7 +6,6 @@ is plain JAX. Forward mode and second derivatives are refused in words: "referen
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import jax
@@ -21,8 +20,7 @@ FORWARD_MODE = (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan(spec: ops.Spec, operands: reference.Operands) -> tuple[jax.Array, ...]:
+def _scan(spec: ops.Spec, operands: reference.Operands) -> tuple[jax.Array, ...]:
     """(y,) or (y, final state) of canonical operands; absent operands are None and not in spec.operands."""
     return tuple(ops.forward(spec, *_present(spec, operands)))
 
@@ -41,11 +39,12 @@ def _scan_backward(spec, operands, cotangents):
     return (_gathered(operands, by_name),)
 
 
+# Called, not a decorator, so that type checkers see what it returns.
+scan = jax.custom_vjp(_scan, nondiff_argnums=(0,))
 scan.defvjp(_scan_forward, _scan_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _first_order(spec: ops.Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(spec: ops.Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(ops.backward(spec, *operands))
 
 
@@ -53,13 +52,14 @@ def _refuse(spec, *operands):
     raise NotImplementedError(FORWARD_MODE.format(name="mamba2"))
 
 
+_first_order = jax.custom_vjp(_backward, nondiff_argnums=(0,))
 _first_order.defvjp(_refuse, _refuse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, jax.Array]:
+def _step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, jax.Array]:
     """(new state, y) of one token."""
-    return tuple(ops.step(spec, *_present(spec, operands)))
+    new_state, y = ops.step(spec, *_present(spec, operands))
+    return new_state, y
 
 
 def _step_forward(spec, operands):
@@ -73,6 +73,7 @@ def _step_backward(spec, operands, cotangents):
     return jax.vjp(function, operands)[1](cotangents)
 
 
+step = jax.custom_vjp(_step, nondiff_argnums=(0,))
 step.defvjp(_step_forward, _step_backward)
 
 
