@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
 _COMMANDS = {
     "doctor": "what is installed, what would run here, and how to get what is missing",
     "check": "compare the implementations on this machine",
-    "compile": "compile kernels for an architecture into the cache",
-    "bench": "time the implementations",
-    "tune": "measure tile choices and write the tuning file",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {name: text for name, text in _COMMANDS.items() if importlib.util.find_spec(f"jax_ssd.tools.{name}")}
-    if arguments and arguments[0] in commands:
+    if arguments and arguments[0] in _COMMANDS:
         return importlib.import_module(f"jax_ssd.tools.{arguments[0]}").main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m jax_ssd",
         description="Tools of jax_ssd.",
-        epilog="\n".join(f"  {name:<8} {text}" for name, text in commands.items()),
+        epilog="\n".join(f"  {name:<8} {text}" for name, text in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=list(commands), help="`COMMAND --help` tells more")
+    parser.add_argument("command", choices=list(_COMMANDS), help="`COMMAND --help` tells more")
     parser.parse_args(arguments)
     return 0
 

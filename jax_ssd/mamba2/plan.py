@@ -1,7 +1,7 @@
 """Which kernels run a Mamba-2 call, with which tiles, in which grid.
 
 `forward` and `step` turn a Problem into a launch plan. They refuse with NotImplementedError what the kernels do not do.
-How fast a plan is depends on a `Tiles`, which a tuner may vary; None takes the heuristic. What a plan computes does not
+How fast a plan is depends on a `Tiles` that may be given; None takes the heuristic. What a plan computes does not
 depend on it, beyond rounding: the last bits follow the order of the sums, hence chunk and segments.
 """
 

@@ -27,8 +27,6 @@ _PACKAGES = (
     "nvidia-nvvm",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
-    "cuda-core",
-    "cupy-cuda13x",
     "flax",
 )
 _OLDEST_DRIVER = 580
