@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
+from jax_ssd.ffi_targets import EXPORT_DISABLED_CHECKS
 from jax_ssd.mamba2.api import mamba2, mamba2_step
 from jax_ssd.norm import rms_norm_gated
 from jax_ssd.paths import Path, dispatch_paths
@@ -13,6 +14,7 @@ except PackageNotFoundError:  # a source checkout on the path
     __version__ = "0+unknown"
 
 __all__ = [
+    "EXPORT_DISABLED_CHECKS",
     "Path",
     "__version__",
     "causal_conv1d",

@@ -4,8 +4,6 @@
                           (default: $XDG_CACHE_HOME/jax_ssd, or ~/.cache/jax_ssd)
     JAX_SSD_TARGET_ARCH   GPU architectures to compile for, such as "sm_90" or "sm_90,sm_100"
                           (default: those of the GPUs that JAX sees)
-    JAX_SSD_TUNING_FILE   JSON file of measured tile choices (default: $XDG_CONFIG_HOME/jax_ssd/tuning.json, or below
-                          ~/.config)
     JAX_SSD_COMPILE_JOBS  how many kernels are compiled at once (default: the number of processors)
 
 `settings()` is what holds now: an enclosing `override(...)` first, then `update(...)`, then the environment, then the
@@ -29,7 +27,6 @@ SUPPORTED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_1
 VARIABLES: Mapping[str, str] = {
     "cache_dir": "JAX_SSD_CACHE_DIR",
     "target_arch": "JAX_SSD_TARGET_ARCH",
-    "tuning_file": "JAX_SSD_TUNING_FILE",
     "compile_jobs": "JAX_SSD_COMPILE_JOBS",
 }
 
@@ -40,19 +37,16 @@ class Settings:
 
     cache_dir: Path, or None for no folder.
     target_arch: tuple of names from SUPPORTED_ARCHS; empty means the architectures of the GPUs that JAX sees.
-    tuning_file: Path, or None for none.
     compile_jobs: at least 1.
     """
 
     cache_dir: Path | None = None
     target_arch: tuple[str, ...] = ()
-    tuning_file: Path | None = None
     compile_jobs: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
         object.__setattr__(self, "target_arch", _archs(self.target_arch))
-        object.__setattr__(self, "tuning_file", _path("tuning_file", self.tuning_file))
         object.__setattr__(self, "compile_jobs", _jobs(self.compile_jobs))
 
 
@@ -106,10 +100,9 @@ _local: ContextVar[Mapping[str, Any]] = ContextVar("jax_ssd_settings", default={
 
 
 def _defaults() -> dict[str, Any]:
-    cache, config = _home("XDG_CACHE_HOME", ".cache"), _home("XDG_CONFIG_HOME", ".config")
+    cache = _home("XDG_CACHE_HOME", ".cache")
     return {
         "cache_dir": cache and cache / "jax_ssd",
-        "tuning_file": config and config / "jax_ssd" / "tuning.json",
         "compile_jobs": os.cpu_count() or 1,
     }
 

@@ -20,24 +20,24 @@ def test_defaults():
     assert config.settings() == config.Settings(
         cache_dir=Path("/home/someone/.cache/jax_ssd"),
         target_arch=(),
-        tuning_file=Path("/home/someone/.config/jax_ssd/tuning.json"),
         compile_jobs=os.cpu_count() or 1,
     )
 
 
-def test_xdg_folders(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/someone")
-    monkeypatch.setenv("XDG_CONFIG_HOME", "relative/is/ignored")
-    assert config.settings().cache_dir == Path("/var/cache/someone/jax_ssd")
-    assert config.settings().tuning_file == Path("/home/someone/.config/jax_ssd/tuning.json")
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [("/var/cache/someone", "/var/cache/someone/jax_ssd"), ("relative/is/ignored", "/home/someone/.cache/jax_ssd")],
+)
+def test_xdg_folder(monkeypatch, folder, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    assert config.settings().cache_dir == Path(expected)
 
 
 def test_environment(monkeypatch):
     monkeypatch.setenv("JAX_SSD_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("JAX_SSD_TARGET_ARCH", "sm_100, 9.0")
-    monkeypatch.setenv("JAX_SSD_TUNING_FILE", "off")
     monkeypatch.setenv("JAX_SSD_COMPILE_JOBS", "3")
-    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), None, 3)
+    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), 3)
 
 
 def test_an_empty_variable_is_unset(monkeypatch):
@@ -82,7 +82,6 @@ def test_override_ends_with_an_error():
         ("compile_jobs", "0", ["JAX_SSD_COMPILE_JOBS", "at least 1", "'0'"]),
         ("compile_jobs", "many", ["JAX_SSD_COMPILE_JOBS", "'many'"]),
         ("cache_dir", "kernels", ["JAX_SSD_CACHE_DIR", "absolute", "'kernels'", str(Path.cwd() / "kernels")]),
-        ("tuning_file", "tuning.json", ["JAX_SSD_TUNING_FILE", "absolute"]),
     ],
 )
 def test_nonsense_is_refused_with_its_name(monkeypatch, field, value, words):

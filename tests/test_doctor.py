@@ -23,7 +23,7 @@ SECTIONS = [
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path):
-    with config.override(cache_dir=tmp_path / "cache", tuning_file=tmp_path / "tuning.json"):
+    with config.override(cache_dir=tmp_path / "cache"):
         yield
 
 

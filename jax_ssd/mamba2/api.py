@@ -108,7 +108,7 @@ def mamba2(
         gradient flows, and it is no boundary by itself. None: one segment.
       return_final_state: also return the state after the last token, float32.
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses.
-        "cutile" takes powers of two from 16 to 128.
+        "cutile" takes powers of two from 16 to 128, and its derivative may take a smaller one.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
         jax.lax.Precision. None: follows jax_default_matmul_precision. No effect on 16-bit inputs.
       implementation: "cutile" (GPU kernels), "xla" (chunked, any platform), "reference" (token by token, differentiable

@@ -127,15 +127,11 @@ def _settings() -> Iterator[str]:
     values = {
         "cache_dir": now.cache_dir or "off",
         "target_arch": ",".join(now.target_arch) or "that of the GPUs JAX sees",
-        "tuning_file": now.tuning_file or "off",
         "compile_jobs": now.compile_jobs,
     }
     for name, value in values.items():
         variable = config.VARIABLES[name]
         yield f"{variable} {'is set' if os.environ.get(variable) else 'not set'}: {value}"
-    if now.tuning_file:
-        exists = now.tuning_file.is_file()
-        yield "the tuning file exists" if exists else "there is no tuning file: built-in choices are used"
 
 
 def _cache() -> Iterator[str]:
