@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import types
 import typing
 from collections.abc import Sequence
@@ -124,6 +125,11 @@ def _tileiras_release() -> tuple[str, ...]:
     return match.groups()
 
 
+# Python 3.11 loses count of its recursion when two threads build syntax trees at once ("AST constructor recursion depth
+# mismatch"), which cuda.tile does with a kernel's source. tileiras, the long part, still runs in parallel.
+_one_at_a_time = threading.Lock()
+
+
 def _export(kernel: CuTileKernel, arguments: Sequence[CompileArg], arch: str, symbol: str) -> bytes:
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
@@ -134,14 +140,15 @@ def _export(kernel: CuTileKernel, arguments: Sequence[CompileArg], arch: str, sy
     # Version 2 is the first with constant shapes.
     signature = KernelSignature(parameters, CallingConvention.cutile_python_v2(), symbol)
     output = io.BytesIO()
-    export_kernel(
-        _specialized(function, kernel, arguments),
-        [signature],
-        output,
-        gpu_code=arch,
-        output_format="tileir_bytecode",
-        bytecode_version=_bytecode_version(),
-    )
+    with _one_at_a_time:
+        export_kernel(
+            _specialized(function, kernel, arguments),
+            [signature],
+            output,
+            gpu_code=arch,
+            output_format="tileir_bytecode",
+            bytecode_version=_bytecode_version(),
+        )
     return output.getvalue()
 
 

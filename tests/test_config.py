@@ -11,7 +11,7 @@ from jax_ssd import config
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for variable in (*config.VARIABLES.values(), "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+    for variable in (*config.VARIABLES.values(), "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
 
