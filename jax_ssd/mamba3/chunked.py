@@ -153,8 +153,8 @@ def _chunk(carry: _Carry, tokens: _Chunk, *, o: Operands, rotary: str, norm_eps:
     """One chunk: the carry after it, its y, and the carry once more where `emit`."""
     dtype, heads = carry.ssm.dtype, carry.ssm.shape[1]
     if tokens.fresh is not None:
-        begin = jax.tree.map(jnp.zeros_like, carry) if tokens.begin is None else tokens.begin
-        carry = jax.tree.map(lambda a, b: jnp.where(tokens.fresh.reshape(-1, *(1,) * (b.ndim - 1)), a, b), begin, carry)
+        fresh, begin = tokens.fresh, jax.tree.map(jnp.zeros_like, carry) if tokens.begin is None else tokens.begin
+        carry = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *(1,) * (b.ndim - 1)), a, b), begin, carry)
     dot = functools.partial(
         jnp.einsum, precision="highest" if precision == "highest" else None, preferred_element_type=dtype
     )

@@ -94,28 +94,27 @@ def scan(operands: Operands, rotary: str, norm_eps: float) -> tuple[jax.Array, S
     tokens |= {name: jnp.moveaxis(getattr(o, name), 2, 0) for name in ("adt", "dt", "trap")}
     if o.z is not None:
         tokens["z"] = jnp.moveaxis(o.z, 1, 0)
-    packed = o.cu_seqlens is not None
-    if packed:
-        sequence = sequence_of_token(o.cu_seqlens, o.v.shape[1])
-        fresh = jnp.take_along_axis(o.cu_seqlens, sequence, axis=1) == jnp.arange(o.v.shape[1])[None]
+    bounds = o.cu_seqlens
+    if bounds is not None:
+        sequence = sequence_of_token(bounds, o.v.shape[1])
+        fresh = jnp.take_along_axis(bounds, sequence, axis=1) == jnp.arange(o.v.shape[1], dtype=jnp.int32)[None]
         tokens |= {"sequence": sequence.T, "fresh": fresh.T}
 
     def body(carry, token):
-        if packed:
+        if bounds is not None:
             begin = jax.tree.map(lambda a: _pick(a, token["sequence"]), starts)
             carry = jax.tree.map(lambda a, b: jnp.where(_like(token["fresh"], a), a, b), begin, carry)
         carry, y = _token(carry, o, token, rotary, norm_eps)
-        return carry, (y, carry if packed else None)
+        return carry, (y, None if bounds is None else carry)
 
     last, (y, all_states) = jax.lax.scan(body, jax.tree.map(lambda a: a[:, 0], starts), tokens)
     y = jnp.moveaxis(y, 0, 1).astype(o.v.dtype)
-    if not packed:
+    if bounds is None:
         ends = jax.tree.map(lambda a: a[:, None], last)
     elif o.v.shape[1] == 0:
         ends = starts
     else:
-        end = o.cu_seqlens[:, 1:]
-        empty = end == o.cu_seqlens[:, :-1]
+        end, empty = bounds[:, 1:], bounds[:, 1:] == bounds[:, :-1]
 
         def at_end(states, begin):
             chosen = jax.vmap(lambda a, i: a[i], (1, 0))(states, jnp.maximum(end - 1, 0))
