@@ -50,17 +50,12 @@ def advance_all(phase: Phase, steps: Phase, axis: int) -> Phase:
 
 def radians(phase: Phase) -> jax.Array:
     """The phase in [-pi, pi] (float32) or unreduced (float64); NaN where an increment was not a finite number."""
-    return phase.real if phase.real.dtype == jnp.float64 else _radians(phase.turns, phase.real)
-
-
-@jax.custom_jvp
-def _radians(turns, real):
-    return jnp.where(jnp.isfinite(real), turns.astype(real.dtype) * _PER_UNIT, jnp.nan)
-
-
-@_radians.defjvp
-def _(primals, tangents):
-    return _radians(*primals), tangents[1]
+    if phase.real.dtype == jnp.float64:
+        return phase.real
+    # A zero with the derivative of the real-valued sum. A custom_jvp would say it more plainly, but JAX drops its rule
+    # in the second derivative of a scan.
+    slope = phase.real - jax.lax.stop_gradient(phase.real)
+    return phase.turns.astype(phase.real.dtype) * _PER_UNIT + slope
 
 
 def _fixed_point(turns: jax.Array) -> jax.Array:
