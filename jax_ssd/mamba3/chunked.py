@@ -177,11 +177,16 @@ def _chunk(carry: _Carry, tokens: _Chunk, *, o: Operands, rotary: str, norm_eps:
     strictly = (jnp.arange(length)[:, None] > jnp.arange(length)[None])[None, None]
     sums = jnp.cumsum(jnp.where(strictly, adt[..., None], 0), axis=2)
     decay = jnp.exp(jnp.where(later, sums, -jnp.inf))  # [batch, heads, i, j]
-    weight = decay * jnp.where(strictly, f[:, :, None], gamma[:, :, None])
+    # A product with a masked zero would spread a NaN to earlier tokens, so keys and values enter without it and their
+    # token's weight carries it instead, to the kept pairs alone.
+    finite = jnp.isfinite(k).all((-2, -1)) & jnp.isfinite(v).all((-2, -1))  # [batch, heads, c]
+    clean_k, clean_v = (jnp.where(finite[..., None, None], a, 0) for a in (k, v))
+    weight = decay * jnp.where(finite[:, :, None], jnp.where(strictly, f[:, :, None], gamma[:, :, None]), jnp.nan)
     from_start = jnp.exp(jnp.cumsum(adt, axis=2))  # [batch, heads, c]
 
-    mixed = dot("bhirn,bhjsn->bhirjs", q, k) * weight[:, :, :, None, :, None]
-    out = dot("bhirjs,bhjsp->bhirp", mixed, v)
+    mixed = dot("bhirn,bhjsn->bhirjs", q, clean_k) * weight[:, :, :, None, :, None]
+    mixed = jnp.where(later[:, :, :, None, :, None], mixed, 0)
+    out = dot("bhirjs,bhjsp->bhirp", mixed, clean_v)
     out = out + from_start[..., None, None] * dot("bhirn,bhpn->bhirp", q, carry.ssm)
     kept = (decay[:, :, -1] * f)[..., None, None] * v
     ssm = from_start[:, :, -1, None, None] * carry.ssm + dot("bhjsp,bhjsn->bhpn", kept, k)

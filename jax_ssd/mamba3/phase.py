@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ssd import manual_axes
+
 _TURN = 4294967296.0  # 2^32 units
 _PER_UNIT = 2 * math.pi / _TURN
 
@@ -60,7 +62,7 @@ def radians(phase: Phase) -> jax.Array:
 
 def _fixed_point(turns: jax.Array) -> jax.Array:
     if turns.dtype == jnp.float64:
-        return jnp.zeros(turns.shape, jnp.int32)
+        return manual_axes.unified((jnp.zeros(turns.shape, jnp.int32), turns))[0]
     turns = jax.lax.stop_gradient(turns)
     part = turns - jnp.round(turns)
     part = jnp.where(part >= 0.5, part - 1.0, part)  # half a turn is -2^31, since 2^31 is no int32

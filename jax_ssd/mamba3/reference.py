@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ssd import manual_axes
 from jax_ssd.mamba2.reference import accumulator
 from jax_ssd.mamba3 import phase
 
@@ -217,7 +218,9 @@ def initial_state(o: Operands) -> State:
     rank, width = o.q_bias.shape[2:]
     sequences = 1 if o.cu_seqlens is None else o.cu_seqlens.shape[1] - 1
     shapes = ((o.angles.shape[-1],), (head_dim, width), (rank, width), (head_dim,))
-    return State(*(jnp.zeros((batch, sequences, heads, *shape), dtype) for shape in shapes))
+    zeros = (jnp.zeros((batch, sequences, heads, *shape), dtype) for shape in shapes)
+    # Zeros that vary over the manual axes of the tokens, as the state will: a scan's carry keeps its type.
+    return State(*manual_axes.unified((*zeros, o.v))[:4])
 
 
 def sequence_of_token(cu_seqlens: jax.Array, seq: int) -> jax.Array:
