@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-State = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+State = tuple[np.ndarray, ...]  # angle, ssm, k, v
 STEP = 1e-30
 
 
@@ -35,18 +35,19 @@ def run(
 ) -> tuple[np.ndarray, State]:  # fmt: skip
     """y and the final state of arrays with one batch axis, in mamba3's shapes."""
     siso = mimo_v is None
-    if siso:
+    if mimo_v is None:
         q, k, q_bias, k_bias = q[:, :, None], k[:, :, None], q_bias[:, None], k_bias[:, None]
         mimo_v = mimo_z = np.ones((v.shape[2], 1, v.shape[3]))
     batch, seq, rank, groups, width = q.shape
     heads, head_dim = v.shape[2:]
     type_ = np.result_type(*(a for a in (q, k, v, q_bias, k_bias, angles, adt, dt, trap, mimo_v) if a is not None))
-    if initial_state is None:
+    start = initial_state
+    if start is None:
         shapes = ((angles.shape[-1],), (head_dim, width), (rank, width), (head_dim,))
-        initial_state = tuple(np.zeros((batch, heads, *s), type_) for s in shapes)
+        start = tuple(np.zeros((batch, heads, *s), type_) for s in shapes)
     elif siso:
-        initial_state = (*initial_state[:2], initial_state[2][:, :, None], initial_state[3])
-    phase, ssm, key, value = initial_state
+        start = (*start[:2], start[2][:, :, None], start[3])
+    phase, ssm, key, value = start
     group = np.arange(heads) // max(heads // groups, 1)
     outputs = []
     for t in range(seq):
@@ -68,7 +69,7 @@ def run(
             if norm_weight is not None:
                 out = out / np.sqrt((out * out).mean(-1, keepdims=True) + norm_eps)
                 out = out * norm_weight.reshape(heads, head_dim)
-            if z is not None:
+            if z is not None and mimo_z is not None:
                 gate = mimo_z[:, r] * z[:, t]
                 out = out * gate * sigmoid(gate)
             if outs.dtype != out.dtype:

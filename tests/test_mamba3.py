@@ -1,6 +1,7 @@
 """The contract of Mamba-3, the same for every implementation, against numpy in float64 and closed forms."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def case(
     }
     if initial:
         pieces = ((pairs,), (head_dim, state), (*ranks, state), (head_dim,))
-        arrays["initial_state"] = Mamba3State(*(normal(rows, heads, *shape) for shape in pieces))
+        arrays["initial_state"] = Mamba3State(*(normal(rows, heads, *shape) for shape in pieces))  # type: ignore[arg-type]
     return arrays
 
 
@@ -185,7 +186,7 @@ def test_golden_packed(implementation, x64):
 
 # Against numpy.
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "mimo": {},
     "siso": {"rank": None, "groups": 2, "heads": 4, "initial": True},
     "rank 1, odd head_dim": {"rank": 1, "head_dim": 5, "pairs": 4, "gate": False},
@@ -194,7 +195,7 @@ CASES = {
     "no rotation, plain": {"pairs": 0, "gate": False, "skip": False, "norm": False, "seq": 1},
     "ranks kept": {"fold": False, "state": 2, "pairs": 1, "rank": 3, "head_dim": 1},
 }
-ROTARY = {"rank 4, groups": "half", "a group per head": "half"}
+ROTARY: dict[str, Any] = {"rank 4, groups": "half", "a group per head": "half"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -374,7 +375,7 @@ def test_other_boundaries_do_not_compile_again():
     for bounds in ([0, 3, 12], [0, 0, 12], [0, 11, 12]):
         expected, _ = oracle.packed(bounds, **wide(arrays))
         assert error(scan(jnp.array(bounds)), expected) < 2.2e-6
-    assert scan._cache_size() == 1
+    assert scan._cache_size() == 1  # type: ignore[attr-defined]
 
 
 def token(arrays: dict, t: int) -> dict:
@@ -613,9 +614,9 @@ def test_reference_has_second_derivatives():
     def second(arrays):
         return jax.jvp(lambda dt: gradient(arrays, dt), (arrays["dt"],), (jnp.ones_like(arrays["dt"]),))[1]
 
-    found = second(arrays)  # in float32 the phase's derivative is supplied by hand
+    found = second(arrays)  # in float32 the derivative of the phase is that of another sum
     with jax.enable_x64(True):
-        exact = {n: None if a is None else np.asarray(a, np.float64) for n, a in arrays.items()}
+        exact: dict[str, Any] = {n: None if a is None else np.asarray(a, np.float64) for n, a in arrays.items()}
         expected = second(exact)
         up, down = (np.asarray(jax.jit(gradient)(exact, exact["dt"] + h)) for h in (1e-5, -1e-5))
     assert error(found, expected) < 1e-5
@@ -673,7 +674,7 @@ def without(arrays, name):
     return {**arrays, name: None}
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "q: expected an even state size, as coordinates rotate in pairs, got 7": {"state": 7},
     "angles: expected at most state / 2 = 4 rotated pairs, got 5": {"pairs": 5},
     "q: expected a rank from 1 to 8, got 9": {"rank": 9},

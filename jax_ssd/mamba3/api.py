@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from jax_ssd import dispatch, manual_axes, op, shapes
 from jax_ssd.mamba2.api import Implementation
@@ -208,6 +209,7 @@ def mamba3(
         implementation=dispatch.preferences(implementation),
     )
     operands = manual_axes.unified(operands)
+    results: tuple[jax.Array, ...]
     if spec.implementation[0] == "reference":
         results = _reference_scan(operands, spec.rotary, spec.norm_eps)
     else:
@@ -306,12 +308,14 @@ def mamba3_step(
         implementation=dispatch.preferences(implementation),
     )
     operands = manual_axes.unified(operands)
+    results: tuple[jax.Array, ...]
     if spec.implementation[0] == "reference":
-        *new, y = _reference_step(operands, spec.rotary, spec.norm_eps)
+        results = _reference_step(operands, spec.rotary, spec.norm_eps)
     else:
         op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
         with in_words(name):
-            *new, y = vjp.step(spec, guarded(operands, name))
+            results = vjp.step(spec, guarded(operands, name))
+    *new, y = results
     lead = sizes["..."]
     new_state = Mamba3State(*(a.reshape(*lead, *a.shape[1:]) for a in new))
     return _public(new_state, "mimo_v" in arrays), y.reshape(*lead, *y.shape[1:])
@@ -545,7 +549,7 @@ def _check_presence(name: str, arrays) -> None:
 
 def _concrete(array: jax.Array) -> np.ndarray | None:
     """The values, if they are known here and now."""
-    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
         return None
     return np.asarray(array)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from jax_ssd import op
 from jax_ssd.mamba3 import chunked, reference
@@ -182,7 +183,7 @@ def _step_plain(spec: Spec, name: str) -> op.Function:
     )
 
 
-def _no_kernels(spec: Spec, name: str, avals: Sequence[jax.core.ShapedArray]) -> Plan:
+def _no_kernels(spec: Spec, name: str, avals: Sequence[ShapedArray]) -> Plan:
     del spec, avals
     language = {"cutile": "cuTile", "cuda": "CUDA C++"}[name]
     raise NotImplementedError(f"Mamba-3 has no {language} kernels yet; choose 'xla', which runs on any platform.")

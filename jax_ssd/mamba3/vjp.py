@@ -29,7 +29,7 @@ def _scan_backward(spec, operands, cotangents):
     spec_backward = dataclasses.replace(spec, operands=names)
     arrays = [*_present(spec, operands), *cotangents]
     op.require_possible(ops.BACKWARD, spec_backward, arrays)
-    gradients = _first_order(spec_backward, *arrays)
+    gradients: tuple[jax.Array, ...] = _first_order(spec_backward, *arrays)
     by_name = dict(zip(spec_backward.gradients, gradients, strict=True))
     return (_gathered(operands, by_name),)
 
