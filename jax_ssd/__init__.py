@@ -1,10 +1,11 @@
-"""Mamba-2 (SSD) for JAX: GPU kernels behind one FFI handler, pure JAX everywhere else."""
+"""Mamba-2 (SSD) and Mamba-3 for JAX: GPU kernels behind one FFI handler, pure JAX everywhere else."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
 from jax_ssd.ffi_targets import EXPORT_DISABLED_CHECKS
 from jax_ssd.mamba2.api import mamba2, mamba2_step
+from jax_ssd.mamba3.api import Mamba3Schedule, Mamba3State, mamba3, mamba3_schedule, mamba3_step
 from jax_ssd.norm import rms_norm_gated
 from jax_ssd.paths import Path, dispatch_paths
 
@@ -15,6 +16,8 @@ except PackageNotFoundError:  # a source checkout on the path
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "Mamba3Schedule",
+    "Mamba3State",
     "Path",
     "__version__",
     "causal_conv1d",
@@ -22,5 +25,8 @@ __all__ = [
     "dispatch_paths",
     "mamba2",
     "mamba2_step",
+    "mamba3",
+    "mamba3_schedule",
+    "mamba3_step",
     "rms_norm_gated",
 ]

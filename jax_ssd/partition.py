@@ -1,10 +1,10 @@
 """Sharding of an op over a device mesh: along batch and heads, without moving activations.
 
 Axes are named by letters: b batch, t sequence, h heads, g groups of heads, p head_dim, n state, r parameter rows (1 or
-batch). Only b and h are ever sharded; any other sharded axis is gathered first, because the recurrence needs the whole
-of it. Groups follow the heads: a shard that holds whole groups holds just those of B and C; where head shards cut
-through groups, B and C are replicated over them, each shard slices what its heads read, and the gradients of B and C
-are summed over those shards.
+batch), m rank, a rotated pairs, s packed sequences, c their boundaries. Only b and h are ever sharded; any other
+sharded axis is gathered first, because the recurrence needs the whole of it. Groups follow the heads: a shard that
+holds whole groups holds just those of B and C; where head shards cut through groups, B and C are replicated over them,
+each shard slices what its heads read, and the gradients of B and C are summed over those shards.
 """
 
 import math
@@ -21,6 +21,8 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]  # mesh axis names that share one array axis
+
+_WHOLE = ("t", "p", "n", "m", "a", "s", "c")  # letters of axes that are never sharded
 
 
 def partitioned(
@@ -161,5 +163,5 @@ def _shardy_rule(operand_letters, result_letters, operand_shapes, result_shapes)
     return SdyShardingRule(
         mappings[: len(operand_letters)],
         mappings[len(operand_letters) :],
-        need_replication_factors=tuple(dict.fromkeys(name for name in order if name in ("t", "p", "n"))),
+        need_replication_factors=tuple(dict.fromkeys(name for name in order if name in _WHOLE)),
     )

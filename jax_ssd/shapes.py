@@ -73,12 +73,35 @@ def require_rank(op: str, name: str, array: jax.Array, least: int, words: str) -
         )
 
 
-def require_divides(op: str, heads: int, groups: int) -> None:
+def require_divides(op: str, heads: int, groups: int, names: tuple[str, str, str] = ("B", "x", "B and C")) -> None:
+    """names: what has the groups, what has the heads, and all that have the groups."""
+    grouped, headed, all_grouped = names
     if (groups == 0 and heads) or (groups and heads % groups):
         raise ValueError(
-            f"{op}: B: expected a number of groups that divides the {heads} heads of x, got {groups} groups; "
-            "each group of B and C serves heads / groups neighbouring heads."
+            f"{op}: {grouped}: expected a number of groups that divides the {heads} heads of {headed}, got {groups} "
+            f"groups; each group of {all_grouped} serves heads / groups neighbouring heads."
         )
+
+
+def require_choice(op: str, name: str, value, choices: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{op}: {name}: expected one of {tuple(choices)}, got {value!r}; pass one of these words.")
+    return value
+
+
+def number(op: str, name: str, value) -> float:
+    """A finite number that is not negative, as a float."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError) as cause:
+        raise TypeError(
+            f"{op}: {name}: expected a number, got {value!r}; it is static, so pass a Python float."
+        ) from cause
+    if not 0.0 <= result < math.inf:
+        raise ValueError(
+            f"{op}: {name}: expected a finite number of at least 0, got {value!r}; pass for instance 1e-5."
+        )
+    return result
 
 
 def limits(op: str, dt_limit) -> tuple[float, float]:

@@ -1,0 +1,601 @@
+"""The public functions of Mamba-3: arguments are checked here, put in canonical form and handed to the ops."""
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+
+from jax_ssd import dispatch, manual_axes, op, shapes
+from jax_ssd.mamba2.api import Implementation
+from jax_ssd.mamba2.reference import accumulator
+from jax_ssd.mamba2.vjp import guarded, in_words
+from jax_ssd.mamba3 import ops, reference, vjp
+from jax_ssd.mamba3.reference import Operands, StepOperands
+
+Rotary = Literal["pairwise", "half"]
+MAX_RANK = 8
+
+
+class Mamba3State(NamedTuple):
+    """What the next token of a sequence needs of those before. All zeros is the start of a sequence.
+
+    `ssm` holds what the last token has added with its own weight; what it will add once the next token's step size is
+    known is not in it, hence k and v.
+    """
+
+    angle: jax.Array  # [..., heads, pairs] float32: phase of the last token in radians, modulo 2 pi
+    ssm: jax.Array  # [..., heads, head_dim, state] float32
+    k: jax.Array  # [..., heads, rank, state], [..., heads, state] for SISO: last key, biased and rotated
+    v: jax.Array  # [..., heads, head_dim]: last value, before rank expansion
+
+
+@overload
+def mamba3(
+    q,
+    k,
+    v,
+    q_bias,
+    k_bias,
+    mimo_v,
+    mimo_o,
+    angles,
+    adt,
+    dt,
+    trap,
+    *,
+    z=None,
+    mimo_z=None,
+    D=None,
+    norm_weight=None,
+    norm_eps: float = 1e-5,
+    rotary: Rotary = "pairwise",
+    initial_state: Mamba3State | None = None,
+    cu_seqlens=None,
+    return_final_state: Literal[False] = False,
+    chunk_size: int | None = None,
+    precision: Any = None,
+    implementation: Implementation = None,
+) -> jax.Array: ...
+
+
+@overload
+def mamba3(
+    q,
+    k,
+    v,
+    q_bias,
+    k_bias,
+    mimo_v,
+    mimo_o,
+    angles,
+    adt,
+    dt,
+    trap,
+    *,
+    z=None,
+    mimo_z=None,
+    D=None,
+    norm_weight=None,
+    norm_eps: float = 1e-5,
+    rotary: Rotary = "pairwise",
+    initial_state: Mamba3State | None = None,
+    cu_seqlens=None,
+    return_final_state: Literal[True],
+    chunk_size: int | None = None,
+    precision: Any = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, Mamba3State]: ...
+
+
+def mamba3(
+    q,
+    k,
+    v,
+    q_bias,
+    k_bias,
+    mimo_v,
+    mimo_o,
+    angles,
+    adt,
+    dt,
+    trap,
+    *,
+    z=None,
+    mimo_z=None,
+    D=None,
+    norm_weight=None,
+    norm_eps=1e-5,
+    rotary="pairwise",
+    initial_state=None,
+    cu_seqlens=None,
+    return_final_state=False,
+    chunk_size=None,
+    precision=None,
+    implementation=None,
+):
+    r"""The Mamba-3 scan over a sequence, SISO or MIMO.
+
+    Per head, with a state S of shape [head_dim, state] that all ranks r share:
+
+        phi_t = phi_{t-1} + pi tanh(angles_t) dt_t        lambda_t = sigmoid(trap_t)       alpha_t = exp(adt_t)
+        q~, k~ = rotations by phi_t of q_t + q_bias, k_t + k_bias                          v_{t,r} = mimo_v_r * v_t
+        S_t = alpha_t S_{t-1} + alpha_t (1 - lambda_t) dt_t sum_r v_{t-1,r} k~_{t-1,r}^T
+              + lambda_t dt_t sum_r v_{t,r} k~_{t,r}^T
+        o_r = S_t q~_r + D v_{t,r};  o_r = o_r / sqrt(mean(o_r^2) + norm_eps) * norm_weight  (if norm_weight is given)
+        y_t = sum_r mimo_o_r * o_r * silu(mimo_z_r * z_t)
+
+    Head i reads group i // (heads / groups) of q and k. Sums, decays, phases and states are float32 (float64 for
+    float64 inputs) whatever the inputs are; y is cast to v's type. In float32 the phase is summed exactly, in integers,
+    so its error does not grow with the length. Reverse-mode derivatives reach every floating argument.
+
+    Args:
+      q: [..., seq, rank, groups, state], bfloat16, float16, float32 or (x64) float64. state is even, rank at most 8,
+        seq any length, zero included. SISO (mimo_v is None): [..., seq, groups, state].
+      k: as q, in q's type.
+      v: [..., seq, heads, head_dim], q's type; groups divides heads.
+      q_bias: [heads, rank, state], SISO [heads, state], any float type; added before the rotation.
+      k_bias: as q_bias.
+      mimo_v: [heads, rank, head_dim], any float type: elementwise expansion of v to ranks. None: SISO.
+      mimo_o: [heads, rank, head_dim], any float type: folds the ranks. None: y keeps its rank axis.
+      angles: [..., seq, heads, pairs], pairs at most state / 2: raw rates of rotation. Any float type, best
+        float32.
+      adt: [..., heads, seq], at most 0: natural log of the decay, A dt. Note the order of axes. Any float type.
+      dt: [..., heads, seq], positive: the step size. Any float type.
+      trap: [..., heads, seq]: the logit of lambda. Any float type.
+      z: [..., seq, heads, head_dim], q's type; the gate. None: no gate.
+      mimo_z: [heads, rank, head_dim]: expansion of z. Given if z and mimo_v are, and only then.
+      D: [heads], any float type; the skip. None: no skip.
+      norm_weight: [heads, head_dim] or [heads * head_dim]: an RMS norm over head_dim before the gate. None: no norm.
+      norm_eps: inside the root, on the mean.
+      rotary: "pairwise": pair i is (2i, 2i + 1). "half": pair i is (i, i + state / 2).
+      initial_state: Mamba3State with the leading axes of v, any float types. None: zeros. With cu_seqlens its leading
+        axis is the sequences.
+      cu_seqlens: [sequences + 1] integers: packed sequences, v being [1, seq, heads, head_dim]. Sequence j is tokens
+        cu_seqlens[j] to cu_seqlens[j + 1] - 1; from 0 to seq, never decreasing. An empty sequence passes its state
+        through. The boundaries are data: other ones do not compile again. None: one sequence per row.
+      return_final_state: also return the state after the last token (of each sequence).
+      chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
+      precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
+        jax.lax.Precision. None: follows jax_default_matmul_precision.
+      implementation: "xla" (chunked, any platform), "reference" (token by token, differentiable to any order), a
+        sequence of names in order of preference, or None: the fastest that accepts the call. A single name is an order;
+        there are no kernels of Mamba-3 yet, so "cutile" and "cuda" are refused.
+
+    Returns:
+      y [..., seq, heads, head_dim] in v's type, or [..., seq, rank, heads, head_dim] for mimo_v without mimo_o; with
+      return_final_state also a Mamba3State: in the types of initial_state, else float32 (float64 for float64 inputs)
+      and, for its v, v's type.
+
+    Raises:
+      ValueError: shapes disagree, an option is out of range, or an adt that is no tracer has positive entries. The
+        message names argument, expected, received, cure.
+      TypeError: a type is not among those listed.
+      NotImplementedError: the implementation asked for cannot serve this call, with the reason.
+
+    References:
+      Lahoti et al. 2026, "Mamba-3", arXiv:2603.15569; state-spaces/mamba.
+
+    Example:
+      >>> weights = (q_bias, k_bias, mimo_v, mimo_o)
+      >>> y, state = mamba3(q, k, v, *weights, angles, adt, dt, trap, return_final_state=True)
+      >>> state, y = mamba3_step(state, q1, k1, v1, *weights, angles1, adt1, dt1, trap1)
+    """
+    name = "mamba3"
+    arrays = _arrays(
+        name,
+        "initial_state",
+        initial_state,
+        *(q, k, v, q_bias, k_bias, mimo_v, mimo_o, angles, adt, dt, trap, z, mimo_z, D, norm_weight),
+    )
+    v = arrays["v"]
+    shapes.require_rank(name, "v", v, 3, "(..., seq, heads, head_dim)")
+    sizes = _sizes(name, arrays, lead=v.shape[:-3], seq=v.shape[-3])
+    bounds = None if cu_seqlens is None else _boundaries(name, cu_seqlens, sizes)
+    sizes["states"] = sizes["..."] if bounds is None else (sizes["sequences"],)
+    _check(name, arrays, sizes, ("...", "seq"), "initial_state")
+    operands = Operands(**_canonical(arrays, sizes, "initial_state", packed=bounds is not None), cu_seqlens=bounds)
+    spec = _spec(
+        name,
+        operands,
+        rotary,
+        norm_eps,
+        return_final_state=shapes.flag(name, "return_final_state", return_final_state),
+        chunk_size=shapes.chunk(name, chunk_size),
+        precision=shapes.precision(name, precision),
+        implementation=dispatch.preferences(implementation),
+    )
+    operands = manual_axes.unified(operands)
+    results: tuple[jax.Array, ...]
+    if spec.implementation[0] == "reference":
+        results = _reference_scan(operands, spec.rotary, spec.norm_eps)
+    else:
+        op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
+        with in_words(name):
+            results = vjp.scan(spec, guarded(operands, name))
+    lead = sizes["..."]
+    y = checkpoint_name(results[0].reshape(*lead, *results[0].shape[1:]), "mamba3_y")
+    if not spec.return_final_state:
+        return y
+    types = _state_types(v, initial_state)
+    state = (a.reshape(*sizes["states"], *a.shape[2:]).astype(t) for a, t in zip(results[1:], types, strict=True))
+    state = _public(Mamba3State(*state), "mimo_v" in arrays)
+    return y, Mamba3State(*(checkpoint_name(a, "mamba3_final_state") for a in state))
+
+
+def mamba3_step(
+    state: Mamba3State,
+    q,
+    k,
+    v,
+    q_bias,
+    k_bias,
+    mimo_v,
+    mimo_o,
+    angles,
+    adt,
+    dt,
+    trap,
+    *,
+    z=None,
+    mimo_z=None,
+    D=None,
+    norm_weight=None,
+    norm_eps: float = 1e-5,
+    rotary: Rotary = "pairwise",
+    implementation: Implementation = None,
+) -> tuple[Mamba3State, jax.Array]:
+    """One token of the Mamba-3 scan: the body of a `jax.lax.scan` that decodes.
+
+    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
+
+    Args:
+      state: Mamba3State with the leading axes of v. angle and ssm should be float32; the new state keeps all types.
+      q: [..., rank, groups, state]; SISO (mimo_v is None): [..., groups, state].
+      k: as q.
+      v: [..., heads, head_dim].
+      q_bias: [heads, rank, state]; SISO [heads, state].
+      k_bias: as q_bias.
+      mimo_v: [heads, rank, head_dim]. None: SISO.
+      mimo_o: [heads, rank, head_dim]. None: y keeps its rank axis.
+      angles: [..., heads, pairs].
+      adt: [..., heads], at most 0.
+      dt: [..., heads].
+      trap: [..., heads], the logit of lambda.
+      z: [..., heads, head_dim]. None: no gate.
+      mimo_z: [heads, rank, head_dim].
+      D: [heads]. None: no skip.
+      norm_weight: [heads, head_dim] or [heads * head_dim]. None: no norm.
+      norm_eps: as in `mamba3`.
+      rotary: as in `mamba3`.
+      implementation: as in `mamba3`.
+
+    Returns:
+      (new state, y [..., heads, head_dim], or [..., rank, heads, head_dim] for mimo_v without mimo_o, in v's type).
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as in `mamba3`.
+
+    Example:
+      >>> def token(state, t):
+      ...     return mamba3_step(state, t.q, t.k, t.v, *weights, t.angles, t.adt, t.dt, t.trap)
+      >>> state, y = jax.lax.scan(token, state, tokens)
+    """
+    name = "mamba3_step"
+    arrays = _arrays(
+        name,
+        "state",
+        () if state is None else state,  # None is refused like anything that is no state
+        *(q, k, v, q_bias, k_bias, mimo_v, mimo_o, angles, adt, dt, trap, z, mimo_z, D, norm_weight),
+    )
+    v = arrays["v"]
+    shapes.require_rank(name, "v", v, 2, "(..., heads, head_dim)")
+    sizes = _sizes(name, arrays, lead=v.shape[:-2], seq=None)
+    sizes["states"] = sizes["..."]
+    _check(name, arrays, sizes, ("...",), "state")
+    operands = StepOperands(**_canonical(arrays, sizes, "state", packed=False))
+    spec = _spec(
+        name,
+        operands,
+        rotary,
+        norm_eps,
+        return_final_state=True,
+        chunk_size=None,
+        precision="default",
+        implementation=dispatch.preferences(implementation),
+    )
+    operands = manual_axes.unified(operands)
+    results: tuple[jax.Array, ...]
+    if spec.implementation[0] == "reference":
+        results = _reference_step(operands, spec.rotary, spec.norm_eps)
+    else:
+        op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
+        with in_words(name):
+            results = vjp.step(spec, guarded(operands, name))
+    *new, y = results
+    lead = sizes["..."]
+    new_state = Mamba3State(*(a.reshape(*lead, *a.shape[1:]) for a in new))
+    return _public(new_state, "mimo_v" in arrays), y.reshape(*lead, *y.shape[1:])
+
+
+class Mamba3Schedule(NamedTuple):
+    """What `mamba3` takes of a layer's projections; all in the order and type that it takes them."""
+
+    angles: jax.Array  # [..., seq, heads, pairs]
+    adt: jax.Array  # [..., heads, seq]
+    dt: jax.Array  # [..., heads, seq]
+    trap: jax.Array  # [..., heads, seq]
+
+
+def mamba3_schedule(
+    dd_dt,
+    dd_A,
+    trap,
+    angles,
+    dt_bias,
+    *,
+    A_floor: float = 1e-4,
+    A_map: Literal["softplus", "heavy_tailed"] = "softplus",
+) -> Mamba3Schedule:
+    """Step sizes and decays from a layer's projections, as state-spaces/mamba's layer makes them.
+
+        dt = softplus(dd_dt + dt_bias)        A = min(-act(dd_A), -A_floor)        adt = A dt
+
+    in float32 (float64 for float64 projections), with act(x) = log(1 + exp(x)) ("softplus"), or 1 + x for x >= 0 and
+    1 / (1 - x) for x < 0 ("heavy_tailed").
+
+    Args:
+      dd_dt: [..., seq, heads], any float type.
+      dd_A: [..., seq, heads].
+      trap: [..., seq, heads], the logit of lambda; passed on.
+      angles: [..., seq, pairs], one set for all heads, or [..., seq, heads, pairs]; passed on, once per head.
+      dt_bias: [heads].
+      A_floor: least rate of decay per unit of dt, not negative.
+      A_map: "softplus" for checkpoints of every released version up to 2.3.2; "heavy_tailed" for the source since June
+        2026. They are different layers.
+
+    Returns:
+      Mamba3Schedule(angles [..., seq, heads, pairs], adt, dt, trap [..., heads, seq]).
+
+    Raises:
+      ValueError: shapes disagree, or an option is out of range.
+      TypeError: an argument is no array of a floating type.
+
+    Example:
+      >>> angles, adt, dt, trap = mamba3_schedule(dd_dt, dd_A, trap, angles, dt_bias)
+    """
+    name = "mamba3_schedule"
+    given = {"dd_dt": dd_dt, "dd_A": dd_A, "trap": trap, "angles": angles, "dt_bias": dt_bias}
+    arrays = {key: shapes.as_array(name, key, value) for key, value in given.items()}
+    shapes.require_rank(name, "dd_dt", arrays["dd_dt"], 2, "(..., seq, heads)")
+    shapes.require_rank(name, "angles", arrays["angles"], 2, "(..., seq, pairs)")
+    *lead, seq, heads = arrays["dd_dt"].shape
+    sizes = {"...": tuple(lead), "seq": seq, "heads": heads, "pairs": arrays["angles"].shape[-1]}
+    shared = arrays["angles"].ndim == arrays["dd_dt"].ndim
+    expected = dict.fromkeys(("dd_dt", "dd_A", "trap"), ("...", "seq", "heads"))
+    expected |= {
+        "dt_bias": ("heads",),
+        "angles": ("...", "seq", "pairs") if shared else ("...", "seq", "heads", "pairs"),
+    }
+    for key, array in arrays.items():
+        shapes.require_float(name, key, array)
+        shapes.require_shape(name, key, array, expected[key], sizes)
+    shapes.require_choice(name, "A_map", A_map, ("softplus", "heavy_tailed"))
+    floor = shapes.number(name, "A_floor", A_floor)
+    dtype = accumulator(arrays["dd_dt"].dtype)
+    raw_dt, raw_A, logit, turns, bias = (arrays[key].astype(dtype) for key in given)
+    dt = jax.nn.softplus(raw_dt + jnp.broadcast_to(bias, raw_dt.shape))
+    if A_map == "softplus":
+        rate = jax.nn.softplus(raw_A)
+    else:  # the other branch's argument is kept where it is finite, for the derivative
+        rate = jnp.where(raw_A >= 0, 1 + raw_A, 1 / (1 - jnp.minimum(raw_A, 0)))
+    adt = jnp.minimum(-rate, -floor) * dt
+    if shared:
+        turns = jnp.broadcast_to(turns[..., None, :], (*lead, seq, heads, turns.shape[-1]))
+    return Mamba3Schedule(turns, *(jnp.swapaxes(a, -1, -2) for a in (adt, dt, logit)))
+
+
+# Named jits, so that dispatch_paths can see them in a traced program.
+def _mamba3_reference(operands, rotary, norm_eps):
+    y, state = reference.scan(operands, rotary, norm_eps)
+    return (y, *state)
+
+
+def _mamba3_step_reference(operands, rotary, norm_eps):
+    return reference.step(operands, rotary, norm_eps)
+
+
+_reference_scan = jax.jit(_mamba3_reference, static_argnums=(1, 2))
+_reference_step = jax.jit(_mamba3_step_reference, static_argnums=(1, 2))
+
+_ARGUMENTS = (
+    *("q", "k", "v", "q_bias", "k_bias", "mimo_v", "mimo_o", "angles", "adt", "dt", "trap"),
+    *("z", "mimo_z", "D", "norm_weight"),
+)
+_OPTIONAL = ("mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
+_BIASES = ("q_bias", "k_bias")
+_RANKED = ("mimo_v", "mimo_o", "mimo_z")
+
+
+def _arrays(name: str, state_name: str, state, *arguments) -> dict[str, jax.Array]:
+    """The arguments that are given, by their names; the state's pieces as "initial_state.angle" and so on."""
+    named = zip(_ARGUMENTS, arguments, strict=True)
+    given = {key: value for key, value in named if value is not None or key not in _OPTIONAL}
+    if state is not None:
+        try:
+            pieces = Mamba3State(*state)
+        except TypeError as cause:
+            raise TypeError(
+                f"{name}: {state_name}: expected a Mamba3State of four arrays, got {type(state).__name__}; pass "
+                "Mamba3State(angle, ssm, k, v), for instance the one that mamba3 returned."
+            ) from cause
+        given |= {f"{state_name}.{key}": value for key, value in pieces._asdict().items()}
+    return {key: shapes.as_array(name, key, value) for key, value in given.items()}
+
+
+def _sizes(name: str, arrays: dict[str, jax.Array], lead: tuple[int, ...], seq: int | None) -> dict[str, Any]:
+    """Sizes by axis name, the ranges of those that are limited checked."""
+    q, mimo = arrays["q"], "mimo_v" in arrays
+    words = f"({'..., seq, ' if seq is not None else '..., '}{'rank, ' if mimo else ''}groups, state)"
+    axes = len(lead) + (seq is not None) + (3 if mimo else 2)
+    if q.ndim != axes:
+        cure = (
+            "give q and k a rank axis before the groups, or pass mimo_v=None for SISO"
+            if mimo
+            else "pass mimo_v if q and k have a rank axis; without it (SISO) they have none"
+        )
+        raise ValueError(
+            f"{name}: q: expected {axes} axes {words} beside v of {arrays['v'].shape}, got {q.shape}; {cure}."
+        )
+    shapes.require_rank(name, "angles", arrays["angles"], 1, "(..., heads, pairs)")
+    heads, head_dim = arrays["v"].shape[-2:]
+    groups, state = q.shape[-2:]
+    rank, pairs = q.shape[-3] if mimo else 1, arrays["angles"].shape[-1]
+    shapes.require_divides(name, heads, groups, names=("q", "v", "q and k"))
+    if state % 2:
+        raise ValueError(
+            f"{name}: q: expected an even state size, as coordinates rotate in pairs, got {state} in shape {q.shape}; "
+            "pad q, k and their biases with a zero."
+        )
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(
+            f"{name}: q: expected a rank from 1 to {MAX_RANK}, got {rank} in shape {q.shape}; "
+            f"the axes are {words}, in this order."
+        )
+    if pairs > state // 2:
+        raise ValueError(
+            f"{name}: angles: expected at most state / 2 = {state // 2} rotated pairs, got {pairs} in shape "
+            f"{arrays['angles'].shape}; pass one angle per pair of coordinates."
+        )
+    sizes = {"...": lead, "heads": heads, "head_dim": head_dim, "groups": groups, "state": state}
+    sizes |= {"rank": rank, "pairs": pairs, "heads * head_dim": heads * head_dim}
+    return sizes if seq is None else sizes | {"seq": seq}
+
+
+def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
+    """cu_seqlens as [1, sequences + 1] int32; the number of sequences joins the sizes."""
+    bounds = shapes.as_array(name, "cu_seqlens", cu_seqlens)
+    if not jnp.issubdtype(bounds.dtype, jnp.integer):
+        raise TypeError(f"{name}: cu_seqlens: expected an integer type, got {bounds.dtype.name}; convert it to int32.")
+    if bounds.ndim != 1 or bounds.shape[0] < 2:
+        raise ValueError(
+            f"{name}: cu_seqlens: expected shape (sequences + 1,) with at least one sequence, got {bounds.shape}; "
+            "pass the first token of each sequence and then seq."
+        )
+    if sizes["..."] != (1,):
+        raise ValueError(
+            f"{name}: v: expected one leading axis of size 1 beside cu_seqlens, got leading axes {sizes['...']}; lay "
+            "the sequences end to end along seq, or use jax.vmap over packs."
+        )
+    values = _concrete(bounds)
+    if values is not None and (values[0] != 0 or values[-1] != sizes["seq"] or (np.diff(values) < 0).any()):
+        raise ValueError(
+            f"{name}: cu_seqlens: expected values from 0 to seq = {sizes['seq']} that never decrease, got "
+            f"{values.tolist()}; pass np.cumsum of the lengths with a 0 before it."
+        )
+    sizes["sequences"] = bounds.shape[0] - 1
+    return bounds.astype(jnp.int32)[None]
+
+
+def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str) -> None:
+    """Shapes, types and signs of every array but cu_seqlens, from one table."""
+    rank = ("rank",) if "mimo_v" in arrays else ()
+    schedule = ("...", "heads", *token_axes[1:])
+    expected: dict[str, tuple[str, ...]] = {
+        **dict.fromkeys(("q", "k"), (*token_axes, *rank, "groups", "state")),
+        **dict.fromkeys(("v", "z"), (*token_axes, "heads", "head_dim")),
+        **dict.fromkeys(("adt", "dt", "trap"), schedule),
+        **dict.fromkeys(_BIASES, ("heads", *rank, "state")),
+        **dict.fromkeys(_RANKED, ("heads", "rank", "head_dim")),
+        "angles": (*token_axes, "heads", "pairs"),
+        "D": ("heads",),
+        "norm_weight": ("heads", "head_dim"),
+        f"{state}.angle": ("states", "heads", "pairs"),
+        f"{state}.ssm": ("states", "heads", "head_dim", "state"),
+        f"{state}.k": ("states", "heads", *rank, "state"),
+        f"{state}.v": ("states", "heads", "head_dim"),
+    }
+    if "norm_weight" in arrays and arrays["norm_weight"].ndim == 1:
+        expected["norm_weight"] = ("heads * head_dim",)
+    _check_presence(name, arrays)
+    for key, array in arrays.items():
+        shapes.require_float(name, key, array)
+        shapes.require_shape(name, key, array, expected[key], sizes)
+        if key in ("k", "v", "z"):
+            shapes.require_dtype(name, key, array, (arrays["q"].dtype.name,), "the type of q")
+    adt = _concrete(arrays["adt"])
+    if adt is not None and (adt > 0).any():
+        raise ValueError(
+            f"{name}: adt: expected the log of a decay, at most 0, got values up to {adt.max():.6g}; "
+            "pass A * dt with a negative A."
+        )
+
+
+def _check_presence(name: str, arrays) -> None:
+    """Which optional arrays go together."""
+    for key in ("mimo_o", "mimo_z"):
+        if key in arrays and "mimo_v" not in arrays:
+            raise ValueError(f"{name}: {key}: expected None without mimo_v (SISO), got an array; pass mimo_v, or None.")
+    if "mimo_z" in arrays and "z" not in arrays:
+        raise ValueError(f"{name}: mimo_z: expected None without z, got an array; pass z, or None.")
+    if {"z", "mimo_v"} <= arrays.keys() and "mimo_z" not in arrays:
+        raise ValueError(
+            f"{name}: mimo_z: expected an array beside z and mimo_v, got None; pass ones for a shared gate."
+        )
+
+
+def _concrete(array: jax.Array) -> np.ndarray | None:
+    """The values, if they are known here and now."""
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
+        return None
+    return np.asarray(array)
+
+
+def _canonical(arrays, sizes, state: str, packed: bool) -> dict[str, jax.Array]:
+    """One batch axis, a rank axis everywhere, a row axis before parameters, float32 where sums are made."""
+    lead, batch = sizes["..."], math.prod(sizes["..."])
+    dtype, mimo, tokens = accumulator(arrays["v"].dtype), "mimo_v" in arrays, "seq" in sizes
+    result = {}
+    for key, array in arrays.items():
+        if key in (*_BIASES, *_RANKED, "D", "norm_weight"):
+            if key in _BIASES and not mimo:
+                array = array[:, None]
+            if key == "norm_weight":
+                array = array.reshape(sizes["heads"], sizes["head_dim"])
+            result[key] = array.astype(dtype)[None]
+        elif key.startswith(f"{state}."):
+            piece = key.removeprefix(f"{state}.")
+            own = array[..., None, :] if piece == "k" and not mimo else array
+            axes = own.shape[len(sizes["states"]) :]
+            sequences = (sizes["sequences"],) if packed else (1,)
+            shape = (batch, *(sequences if tokens else ()), *axes)
+            # A step keeps its state's types; a scan's states are float32.
+            result[f"state_{piece}"] = own.reshape(shape).astype(dtype if tokens else own.dtype)
+        else:
+            own = array[..., None, :, :] if key in ("q", "k") and not mimo else array
+            own = own.astype(dtype) if key in ("angles", "adt", "dt", "trap") else own
+            result[key] = own.reshape(batch, *own.shape[len(lead) :])
+    return result
+
+
+def _spec(name: str, operands, rotary, norm_eps, **options) -> ops.Spec:
+    return ops.Spec(
+        operands=tuple(key for key in operands._fields if getattr(operands, key) is not None),
+        rotary=shapes.require_choice(name, "rotary", rotary, ("pairwise", "half")),
+        norm_eps=shapes.number(name, "norm_eps", norm_eps),
+        **options,
+    )
+
+
+def _state_types(v: jax.Array, initial_state) -> tuple[jnp.dtype, ...]:
+    if initial_state is not None:
+        return tuple(jnp.asarray(a).dtype for a in initial_state)
+    dtype = accumulator(v.dtype)
+    return (dtype, dtype, dtype, v.dtype)
+
+
+def _public(state: Mamba3State, mimo: bool) -> Mamba3State:
+    return state if mimo else state._replace(k=state.k[..., 0, :])

@@ -1,0 +1,198 @@
+"""The ops of Mamba-3 on canonical arrays: forward, backward and step, each one primitive with its rules.
+
+Canonical arrays: one batch axis; parameters with a leading row axis r that is 1, or the batch after vmap over
+parameters; q and k always with a rank axis; states with an axis of packed sequences, of size 1 without packing. Which
+arrays are present is part of the spec.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from jax_ssd import op
+from jax_ssd.mamba3 import chunked, reference
+from jax_ssd.plans import Plan
+
+# Axis letters of every array that an op of this model can take or give; see partition.py. m rank, a rotated pairs,
+# s packed sequences, c their boundaries.
+_PARAMETERS = {
+    "q_bias": "rhmn",
+    "k_bias": "rhmn",
+    "mimo_v": "rhmp",
+    "mimo_o": "rhmp",
+    "mimo_z": "rhmp",
+    "D": "rh",
+    "norm_weight": "rhp",
+}
+_STATE = {"state_angle": "bsha", "state_ssm": "bshpn", "state_k": "bshmn", "state_v": "bshp"}
+LETTERS = {
+    "q": "btmgn",
+    "k": "btmgn",
+    "v": "bthp",
+    "angles": "btha",
+    "adt": "bht",
+    "dt": "bht",
+    "trap": "bht",
+    "z": "bthp",
+    "cu_seqlens": "bc",
+    **_PARAMETERS,
+    **_STATE,
+    **{f"d_{name}": letters for name, letters in _STATE.items()},
+}
+STEP_LETTERS = {
+    name: letters if name in _PARAMETERS else letters.replace("t", "").replace("s", "")
+    for name, letters in LETTERS.items()
+}
+COTANGENTS = ("dy", *(f"d_{name}" for name in _STATE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Everything static about a call but its sizes and types.
+
+    Attributes:
+      operands: names of the arrays given, in the order they are passed.
+      implementation: allowed names, most wanted first.
+    """
+
+    operands: tuple[str, ...]
+    rotary: str
+    norm_eps: float
+    return_final_state: bool
+    chunk_size: int | None
+    precision: str
+    implementation: tuple[str, ...]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the operands that the backward differentiates."""
+        return tuple(name for name in self.operands if name != "cu_seqlens" and name not in COTANGENTS)
+
+    @property
+    def keeps_rank(self) -> bool:
+        """Whether y has a rank axis."""
+        return "mimo_v" in self.operands and "mimo_o" not in self.operands
+
+
+def _scan(spec: Spec, name: str):
+    """The scan of a pure JAX implementation: Operands -> (y,) or (y, four arrays of state)."""
+
+    def run(operands: reference.Operands) -> tuple[jax.Array, ...]:
+        if name == "reference":
+            y, state = reference.scan(operands, spec.rotary, spec.norm_eps)
+        else:
+            y, state = chunked.scan(
+                operands, spec.rotary, spec.norm_eps, spec.chunk_size, spec.precision, spec.return_final_state
+            )
+        return (y, *state) if spec.return_final_state and state is not None else (y,)
+
+    return run
+
+
+def _y_letters(spec: Spec) -> str:
+    return "btmhp" if spec.keeps_rank else "bthp"
+
+
+def _letters(spec: Spec) -> tuple[str, ...]:
+    return tuple(_y_letters(spec) if name == "dy" else LETTERS[name] for name in spec.operands)
+
+
+def _forward_letters(spec: Spec):
+    states = tuple(_STATE.values()) if spec.return_final_state else ()
+    return _letters(spec), (_y_letters(spec), *states)
+
+
+def _forward_abstract(spec: Spec, avals):
+    by_name = dict(zip(spec.operands, avals, strict=True))
+    v, q = by_name["v"], by_name["q"]
+    batch, seq, heads, head_dim = v.shape
+    rank, width = q.shape[2], q.shape[4]
+    y_shape = (batch, seq, rank, heads, head_dim) if spec.keeps_rank else v.shape
+    results = [v.update(shape=y_shape, weak_type=False)]
+    if spec.return_final_state:
+        sequences = by_name["cu_seqlens"].shape[1] - 1 if "cu_seqlens" in by_name else 1
+        shapes = ((by_name["angles"].shape[-1],), (head_dim, width), (rank, width), (head_dim,))
+        dtype = reference.accumulator(v.dtype)
+        results += [v.update(shape=(batch, sequences, heads, *s), dtype=dtype, weak_type=False) for s in shapes]
+    return results
+
+
+def _forward_plain(spec: Spec, name: str) -> op.Function:
+    scan = _scan(spec, name)
+    return lambda *operands: scan(reference.Operands(**dict(zip(spec.operands, operands, strict=True))))
+
+
+def _per_row(name: str) -> bool:
+    """Gradients of parameters come one row per batch entry and are summed outside, where data parallelism reduces."""
+    return name in _PARAMETERS
+
+
+def _backward_letters(spec: Spec):
+    results = tuple(LETTERS[name].replace("r", "b") for name in spec.gradients)
+    return _letters(spec), results
+
+
+def _backward_abstract(spec: Spec, avals):
+    by_name = dict(zip(spec.operands, avals, strict=True))
+    batch = by_name["v"].shape[0]
+
+    def gradient(name):
+        aval = by_name[name]
+        return aval.update(shape=(batch, *aval.shape[1:])) if _per_row(name) else aval.update()
+
+    return [gradient(name) for name in spec.gradients]
+
+
+def _backward_plain(spec: Spec, name: str) -> op.Function:
+    scan = _scan(spec, name)
+
+    def backward(*operands):
+        given = dict(zip(spec.operands, operands, strict=True))
+        batch = given["v"].shape[0]
+        rows = {k: jnp.broadcast_to(v, (batch, *v.shape[1:])) if _per_row(k) else v for k, v in given.items()}
+        fixed = {"cu_seqlens": rows["cu_seqlens"]} if "cu_seqlens" in rows else {}
+
+        def function(*moving):
+            return scan(reference.Operands(**dict(zip(spec.gradients, moving, strict=True)), **fixed))
+
+        results, pullback = jax.vjp(function, *(rows[name] for name in spec.gradients))
+        return pullback(tuple(given[name] for name in COTANGENTS[: len(results)]))
+
+    return backward
+
+
+def _step_letters(spec: Spec):
+    state = tuple(STEP_LETTERS[name] for name in _STATE)
+    return tuple(STEP_LETTERS[name] for name in spec.operands), (*state, "bmhp" if spec.keeps_rank else "bhp")
+
+
+def _step_abstract(spec: Spec, avals):
+    by_name = dict(zip(spec.operands, avals, strict=True))
+    v, rank = by_name["v"], by_name["q"].shape[1]
+    y_shape = (v.shape[0], rank, *v.shape[1:]) if spec.keeps_rank else v.shape
+    return [*(by_name[name].update() for name in _STATE), v.update(shape=y_shape, weak_type=False)]
+
+
+def _step_plain(spec: Spec, name: str) -> op.Function:
+    del name  # one token is the same in both
+    return lambda *operands: reference.step(
+        reference.StepOperands(**dict(zip(spec.operands, operands, strict=True))), spec.rotary, spec.norm_eps
+    )
+
+
+def _no_kernels(spec: Spec, name: str, avals: Sequence[ShapedArray]) -> Plan:
+    del spec, avals
+    language = {"cutile": "cuTile", "cuda": "CUDA C++"}[name]
+    raise NotImplementedError(f"Mamba-3 has no {language} kernels yet; choose 'xla', which runs on any platform.")
+
+
+FORWARD = op.Definition("mamba3_forward", _forward_letters, _forward_abstract, _forward_plain, _no_kernels)
+BACKWARD = op.Definition("mamba3_backward", _backward_letters, _backward_abstract, _backward_plain, _no_kernels)
+STEP = op.Definition("mamba3_step", _step_letters, _step_abstract, _step_plain, _no_kernels)
+
+forward = op.define(FORWARD)
+backward = op.define(BACKWARD)
+step = op.define(STEP)
