@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ssd import dispatch, manual_axes, op, segments, shapes
+from jax_ssd.derivatives import guarded, in_words
 from jax_ssd.mamba2 import ops, reference, vjp
 from jax_ssd.mamba2.reference import Operands, StepOperands, accumulator
 
@@ -174,8 +175,8 @@ def mamba2(
         results = _reference_scan(operands, spec.dt_softplus, spec.dt_limit)
     else:
         op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
-        with vjp.in_words(name):
-            results = vjp.scan(spec, vjp.guarded(operands, name))
+        with in_words(name):
+            results = vjp.scan(spec, guarded(operands, name))
     y = checkpoint_name(results[0].reshape(*lead, *results[0].shape[1:]), "mamba2_y")
     if not spec.return_final_state:
         return y
@@ -258,8 +259,8 @@ def mamba2_step(
         new_state, y = _reference_step(operands, spec.dt_softplus, spec.dt_limit)
     else:
         op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
-        with vjp.in_words(name):
-            new_state, y = vjp.step(spec, vjp.guarded(operands, name))
+        with in_words(name):
+            new_state, y = vjp.step(spec, guarded(operands, name))
     return new_state.reshape(*lead, *new_state.shape[1:]), y.reshape(*lead, *y.shape[1:])
 
 

@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from jax_ssd import dispatch, manual_axes, op, shapes
+from jax_ssd.derivatives import guarded, in_words
 from jax_ssd.mamba2.api import Implementation
 from jax_ssd.mamba2.reference import accumulator
-from jax_ssd.mamba2.vjp import guarded, in_words
 from jax_ssd.mamba3 import ops, reference, vjp
 from jax_ssd.mamba3.reference import Operands, StepOperands
 

@@ -10,14 +10,14 @@ import functools
 import jax
 
 from jax_ssd import op
-from jax_ssd.mamba2.vjp import FORWARD_MODE
+from jax_ssd.derivatives import FORWARD_MODE, gathered, present
 from jax_ssd.mamba3 import ops, reference
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scan(spec: ops.Spec, operands: reference.Operands) -> tuple[jax.Array, ...]:
     """(y,) or (y, angle, ssm, k, v) of canonical operands; absent operands are None and not in spec.operands."""
-    return tuple(ops.forward(spec, *_present(spec, operands)))
+    return tuple(ops.forward(spec, *present(spec, operands)))
 
 
 def _scan_forward(spec, operands):
@@ -27,11 +27,11 @@ def _scan_forward(spec, operands):
 def _scan_backward(spec, operands, cotangents):
     names = (*spec.operands, *ops.COTANGENTS[: len(cotangents)])
     spec_backward = dataclasses.replace(spec, operands=names)
-    arrays = [*_present(spec, operands), *cotangents]
+    arrays = [*present(spec, operands), *cotangents]
     op.require_possible(ops.BACKWARD, spec_backward, arrays)
     gradients: tuple[jax.Array, ...] = _first_order(spec_backward, *arrays)
     by_name = dict(zip(spec_backward.gradients, gradients, strict=True))
-    return (_gathered(operands, by_name),)
+    return (gathered(operands, by_name),)
 
 
 scan.defvjp(_scan_forward, _scan_backward)
@@ -52,7 +52,7 @@ _first_order.defvjp(_refuse, _refuse)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, ...]:
     """(angle, ssm, k, v, y) of one token."""
-    return tuple(ops.step(spec, *_present(spec, operands)))
+    return tuple(ops.step(spec, *present(spec, operands)))
 
 
 def _step_forward(spec, operands):
@@ -67,19 +67,3 @@ def _step_backward(spec, operands, cotangents):
 
 
 step.defvjp(_step_forward, _step_backward)
-
-
-def _present(spec, operands) -> list[jax.Array]:
-    return [array for name, array in zip(operands._fields, operands, strict=True) if name in spec.operands]
-
-
-def _gathered(operands, by_name):
-    """Cotangents in the operands' structure; rows of parameters that serve the whole batch are added up."""
-
-    def one(name, operand):
-        gradient = by_name.get(name)
-        if gradient is not None and gradient.shape != operand.shape:
-            gradient = gradient.sum(axis=0, keepdims=True)
-        return gradient
-
-    return type(operands)(*(one(name, operand) for name, operand in zip(operands._fields, operands, strict=True)))
