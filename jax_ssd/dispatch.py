@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 IMPLEMENTATIONS = ("cutile", "cuda", "xla", "reference")
 KERNELS = ("cutile", "cuda")  # run on NVIDIA GPUs only
-DEFAULT = ("cutile", "cuda", "xla")
+DEFAULT = ("cuda", "cutile", "xla")  # a CUDA C++ kernel accepts only what it is the fastest for
 
 
 def preferences(implementation: str | Sequence[str] | None) -> tuple[str, ...]:

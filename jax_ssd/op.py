@@ -10,7 +10,7 @@ hashable `spec` that says which arrays are present and holds every static option
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,6 +149,19 @@ def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -
     if missing is not None:
         raise NotImplementedError(missing)
     return plan
+
+
+def kernels_of(name: str, plans: Mapping[str, Callable]) -> Callable:
+    """The entry of an implementation in an op's table of kernel plans.
+
+    Raises:
+      NotImplementedError: it has none, naming those that it has.
+    """
+    if name not in plans:
+        language = {"cutile": "cuTile", "cuda": "CUDA C++"}[name]
+        others = ", ".join(repr(other) for other in (*plans, "xla"))
+        raise NotImplementedError(f"this op has no {language} kernels; choose among {others}.")
+    return plans[name]
 
 
 def kernel_runner(plan: Plan, devices: Sequence[Any] | None) -> Function:

@@ -21,6 +21,7 @@ from jax_ssd.specs import (
     ArraySpec,
     CompileArg,
     ConstantSpec,
+    CudaKernel,
     CuTileKernel,
     KernelSource,
     ScalarSpec,
@@ -381,6 +382,8 @@ class Plan:
 
 
 def _check_geometry(launch: Launch, arch: str) -> None:
+    if isinstance(launch.kernel, CudaKernel) and launch.kernel.archs and arch not in launch.kernel.archs:
+        raise NotImplementedError(f"it is written for {', '.join(launch.kernel.archs)}, not for {arch}")
     if min(launch.grid) < 1 or min(launch.block) < 1 or launch.shared_memory < 0:
         raise ValueError(
             f"grid {launch.grid}, block {launch.block}, shared memory {launch.shared_memory} B cannot be run"

@@ -35,13 +35,15 @@ class CudaKernel:
     """A CUDA C++ kernel: a file below kernels/cuda and a name expression, such as "step<float, 64>".
 
     options: further NVRTC options, such as "-DTILE=64". arch_specific: compile for the features of this very
-    architecture (sm_90a for sm_90: wgmma, setmaxnreg), which no later one has.
+    architecture (sm_90a for sm_90: wgmma, setmaxnreg), which no later one has. archs: those it is written for, as in
+    ("sm_90",); empty for all.
     """
 
     file: str
     name_expression: str
     options: tuple[str, ...] = ()
     arch_specific: bool = False
+    archs: tuple[str, ...] = ()
 
 
 KernelSource = CuTileKernel | CudaKernel

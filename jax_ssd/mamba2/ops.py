@@ -190,22 +190,28 @@ def _step_plain(spec: Spec, name: str) -> op.Function:
     )
 
 
-def _planned(make, describe):
+def _planned(describe, **plans):
+    """plans: by implementation, from the sizes of a call to its launch plan."""
+
     def plan_of(spec: Spec, name: str, avals):
-        if name != "cutile":
-            raise NotImplementedError("Mamba-2 has no CUDA C++ kernels; choose 'cutile' or 'xla'.")
-        return make(describe(spec, avals))
+        return op.kernels_of(name, plans)(describe(spec, avals))
 
     return plan_of
 
 
 FORWARD = op.Definition(
-    "mamba2_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(plan.forward, problem)
+    "mamba2_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(problem, cutile=plan.forward)
 )
 BACKWARD = op.Definition(
-    "mamba2_backward", _backward_letters, _backward_abstract, _backward_plain, _planned(plan_backward.backward, problem)
+    "mamba2_backward",
+    _backward_letters,
+    _backward_abstract,
+    _backward_plain,
+    _planned(problem, cutile=plan_backward.backward),
 )
-STEP = op.Definition("mamba2_step", _step_letters, _step_abstract, _step_plain, _planned(plan.step, _step_problem))
+STEP = op.Definition(
+    "mamba2_step", _step_letters, _step_abstract, _step_plain, _planned(_step_problem, cutile=plan.step)
+)
 
 forward = op.define(FORWARD)
 backward = op.define(BACKWARD)

@@ -6,7 +6,7 @@ arrays are present is part of the spec.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -183,15 +183,23 @@ def _step_plain(spec: Spec, name: str) -> op.Function:
     )
 
 
-def _no_kernels(spec: Spec, name: str, avals: Sequence[ShapedArray]) -> Plan:
-    del spec, avals
-    language = {"cutile": "cuTile", "cuda": "CUDA C++"}[name]
-    raise NotImplementedError(f"Mamba-3 has no {language} kernels yet; choose 'xla', which runs on any platform.")
+# The launch plans of each op's kernels, by implementation: from (spec, operand avals).
+FORWARD_PLANS: dict[str, Callable[..., Plan]] = {}
+BACKWARD_PLANS: dict[str, Callable[..., Plan]] = {}
+STEP_PLANS: dict[str, Callable[..., Plan]] = {}
 
 
-FORWARD = op.Definition("mamba3_forward", _forward_letters, _forward_abstract, _forward_plain, _no_kernels)
-BACKWARD = op.Definition("mamba3_backward", _backward_letters, _backward_abstract, _backward_plain, _no_kernels)
-STEP = op.Definition("mamba3_step", _step_letters, _step_abstract, _step_plain, _no_kernels)
+def _planned(plans):
+    return lambda spec, name, avals: op.kernels_of(name, plans)(spec, avals)
+
+
+FORWARD = op.Definition(
+    "mamba3_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(FORWARD_PLANS)
+)
+BACKWARD = op.Definition(
+    "mamba3_backward", _backward_letters, _backward_abstract, _backward_plain, _planned(BACKWARD_PLANS)
+)
+STEP = op.Definition("mamba3_step", _step_letters, _step_abstract, _step_plain, _planned(STEP_PLANS))
 
 forward = op.define(FORWARD)
 backward = op.define(BACKWARD)
