@@ -6,11 +6,10 @@ arrays are present is part of the spec.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 
 from jax_ssd import op
 from jax_ssd.mamba3 import chunked, reference
