@@ -37,6 +37,8 @@ class Definition:
       plain: (spec, "xla" or "reference") -> the function of the operands in pure JAX, which takes every call.
       plan: (spec, implementation, operand avals) -> the launch plan of its kernels. Raises NotImplementedError with the
         reason if there are no kernels for the call.
+      padding: (spec, implementation, operand avals) -> the sizes that the kernels want axes padded to, by letter. Zeros
+        there must not change the results elsewhere.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Definition:
     abstract: Callable[[Any, Sequence[ShapedArray]], list[ShapedArray]]
     plain: Callable[[Any, str], Function]
     plan: Callable[[Any, str, Sequence[ShapedArray]], Plan]
+    padding: Callable[[Any, str, Sequence[ShapedArray]], Mapping[str, int]] = lambda spec, name, avals: {}
 
 
 DEFINITIONS: dict[str, Definition] = {}
@@ -122,7 +125,7 @@ def implementation(
     plan = kernel_plan(definition, spec, name, platform, avals)
     if plan is None:
         return definition.plain(spec, name if name == "reference" else "xla")
-    return kernel_runner(plan, devices)
+    return padded(definition, spec, name, avals, kernel_runner(plan, devices))
 
 
 def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -> Plan | None:
@@ -142,13 +145,40 @@ def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -
         )
     if any(0 in aval.shape for aval in avals):
         return None
-    plan = definition.plan(spec, name, avals)
+    plan = definition.plan(spec, name, padded_avals(definition, spec, name, avals))
     for arch in compile.target_archs():
         plan.check(arch)
     missing = ffi_targets.missing()
     if missing is not None:
         raise NotImplementedError(missing)
     return plan
+
+
+def padded_avals(definition: Definition, spec, name: str, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
+    """The operands as the kernels of an implementation take them."""
+    sizes = definition.padding(spec, name, avals)
+    letters, _ = definition.letters(spec)
+    return [
+        aval.update(shape=tuple(sizes.get(letter, size) for letter, size in zip(axes, aval.shape, strict=True)))
+        for aval, axes in zip(avals, letters, strict=True)
+    ]
+
+
+def padded(definition: Definition, spec, name: str, avals: Sequence[ShapedArray], kernels: Function) -> Function:
+    """`kernels`, which take padded operands, as a function of the operands as they are."""
+    shapes = [aval.shape for aval in padded_avals(definition, spec, name, avals)]
+    if shapes == [aval.shape for aval in avals]:
+        return kernels
+    results = [aval.shape for aval in definition.abstract(spec, avals)]
+
+    def run(*operands):
+        grown = (
+            jnp.pad(x, [(0, size - have) for size, have in zip(shape, x.shape, strict=True)])
+            for x, shape in zip(operands, shapes, strict=True)
+        )
+        return tuple(y[tuple(map(slice, shape))] for y, shape in zip(kernels(*grown), results, strict=True))
+
+    return run
 
 
 def kernels_of(name: str, plans: Mapping[str, Callable]) -> Callable:

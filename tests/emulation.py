@@ -11,7 +11,7 @@ def _kernel_plan(definition, spec, name, platform, avals):
     del platform
     if name not in dispatch.KERNELS or any(0 in aval.shape for aval in avals):
         return None
-    return definition.plan(spec, name, avals)
+    return definition.plan(spec, name, op.padded_avals(definition, spec, name, avals))
 
 
 def _kernel_runner(plan, devices):

@@ -199,8 +199,21 @@ def _planned(describe, **plans):
     return plan_of
 
 
+def _padding(spec: Spec, name: str, avals):
+    """Rows of whole 16 bytes, the least that bulk copies take: for others the cuTile compiler's code has hung."""
+    del name
+    sizes = problem(spec, avals)
+    whole = 16 // avals[0].dtype.itemsize
+    return {"p": -(-sizes.head_dim // whole) * whole, "n": -(-sizes.state // whole) * whole}
+
+
 FORWARD = op.Definition(
-    "mamba2_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(problem, cutile=plan.forward)
+    "mamba2_forward",
+    _forward_letters,
+    _forward_abstract,
+    _forward_plain,
+    _planned(problem, cutile=plan.forward),
+    _padding,
 )
 BACKWARD = op.Definition(
     "mamba2_backward",
@@ -208,6 +221,7 @@ BACKWARD = op.Definition(
     _backward_abstract,
     _backward_plain,
     _planned(problem, cutile=plan_backward.backward),
+    _padding,
 )
 STEP = op.Definition(
     "mamba2_step", _step_letters, _step_abstract, _step_plain, _planned(_step_problem, cutile=plan.step)

@@ -113,8 +113,6 @@ def tiles(problem: Problem) -> Tiles:
     block = min(power_of_two(problem.head_dim, SMALLEST_TILE), 64, STATE_TILE // state)
     chunk = problem.chunk_size or min(64, power_of_two(problem.seq, SMALLEST_CHUNK))
     if problem.chunk_size is None:
-        if problem.dtype == "float32" and (problem.state % 4 or problem.head_dim % 4):
-            chunk = min(chunk, 32)  # rows that no bulk copy takes: larger chunks were never seen to end
         while chunk > SMALLEST_TILE and chunk * row_bytes(problem) > CHUNK_BYTES:
             chunk //= 2
     chunks = math.ceil(problem.seq / chunk)
