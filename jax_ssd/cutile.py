@@ -161,19 +161,22 @@ def _assemble(bytecode: bytes, arch: str, opt_level: int) -> bytes:
         )
         if result.returncode == 0 and target.is_file():
             return target.read_bytes()
-    said = (result.stderr.strip() or result.stdout.strip() or "nothing")[:4000]
+    said = (result.stderr.strip() or result.stdout.strip())[:4000]
     raise CompileError(
-        f"tileiras failed with return code {result.returncode}. {_failure_cure(result.returncode)}\nIt said: {said}"
+        f"tileiras failed with return code {result.returncode}. {_failure_cure(result.returncode, said)}\n"
+        f"It said: {said or 'nothing'}"
     )
 
 
-def _failure_cure(code: int) -> str:
-    if code == 5:
+def _failure_cure(code: int, said: str) -> str:
+    smaller = "Smaller tiles or another chunk_size may compile; implementation='xla' needs no compiler."
+    if code == 5 and "error:" not in said.replace("error: failed to compile Tile IR program", ""):
         return (
-            "This code mostly means that ptxas or libnvvm beside it is missing or of another version: install "
-            "nvidia-cuda-tileiras, nvidia-cuda-nvcc and nvidia-nvvm of one version (`python -m jax_ssd doctor`)."
+            "This code without a diagnostic mostly means that ptxas or libnvvm beside it is missing or of another "
+            "version: install nvidia-cuda-tileiras, nvidia-cuda-nvcc and nvidia-nvvm of one version (`python -m "
+            f"jax_ssd doctor`). {smaller}"
         )
-    return "Smaller tiles or another chunk_size may compile; implementation='xla' needs no compiler."
+    return f"It could not compile this kernel. {smaller}"
 
 
 @cache

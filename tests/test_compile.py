@@ -254,15 +254,19 @@ def test_refusal_of_the_python_side(project):
 
 
 @needs_cutile
-def test_failure_of_tileiras(project, monkeypatch):
+@pytest.mark.parametrize(
+    "said, cure",
+    [("", "doctor"), ("error: Invalid use-def chain in LoopSchedule\n", "could not compile this kernel")],
+)
+def test_failure_of_tileiras(project, monkeypatch, said, cure):
     def fail(arguments):
-        return subprocess.CompletedProcess(arguments, 5, "", "error: failed to compile Tile IR program")
+        return subprocess.CompletedProcess(arguments, 5, "", f"{said}error: failed to compile Tile IR program")
 
     cutile._bytecode_version()
     monkeypatch.setattr(cutile, "run_tileiras", fail)
     with pytest.raises(CompileError) as error:
         kernels.compile_launches([cutile_request()], "sm_90")
-    for words in ("return code 5", "failed to compile Tile IR", "scale.scale", "sm_90", "x: float32[64,128]", "doctor"):
+    for words in ("return code 5", "failed to compile Tile IR", "scale.scale", "sm_90", "x: float32[64,128]", cure):
         assert words in str(error.value), str(error.value)
 
 
