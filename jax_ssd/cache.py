@@ -75,9 +75,9 @@ class Cache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # The record comes last: it is what makes the other two an entry.
-            _write(folder / f"source{suffix}", source.encode())
-            _write(folder / f"{digest}.cubin", entry.data)
-            _write(folder / f"{_file_name(entry.compiler)}.json", json.dumps(record, indent=1).encode())
+            write_aside(folder / f"source{suffix}", source.encode())
+            write_aside(folder / f"{digest}.cubin", entry.data)
+            write_aside(folder / f"{_file_name(entry.compiler)}.json", json.dumps(record, indent=1).encode())
         except OSError as error:
             _warn_once(
                 ("write", str(self.folder)),
@@ -147,7 +147,8 @@ def _file_name(compiler: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", compiler)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_aside(path: Path, data: bytes) -> None:
+    """Writes a file that readers see whole or not at all."""
     # Not tempfile: its files are for one user only, and a cache folder may be shared.
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(4)}")
     try:

@@ -5,6 +5,8 @@
     JAX_SSD_TARGET_ARCH   GPU architectures to compile for, such as "sm_90" or "sm_90,sm_100"
                           (default: those of the GPUs that JAX sees)
     JAX_SSD_COMPILE_JOBS  how many kernels are compiled at once (default: the number of processors)
+    JAX_SSD_TUNING_FILE   what `jax_ssd.autotune` and `python -m jax_ssd tune` measured here; "off" for none
+                          (default: $XDG_CONFIG_HOME/jax_ssd/tuning.json, or ~/.config/jax_ssd/tuning.json)
 
 `settings()` is what holds now: an enclosing `override(...)` first, then `update(...)`, then the environment, then the
 default. Nothing is read when the module is imported.
@@ -28,6 +30,7 @@ VARIABLES: Mapping[str, str] = {
     "cache_dir": "JAX_SSD_CACHE_DIR",
     "target_arch": "JAX_SSD_TARGET_ARCH",
     "compile_jobs": "JAX_SSD_COMPILE_JOBS",
+    "tuning_file": "JAX_SSD_TUNING_FILE",
 }
 
 
@@ -38,16 +41,19 @@ class Settings:
     cache_dir: Path, or None for no folder.
     target_arch: tuple of names from SUPPORTED_ARCHS; empty means the architectures of the GPUs that JAX sees.
     compile_jobs: at least 1.
+    tuning_file: Path, or None for no file.
     """
 
     cache_dir: Path | None = None
     target_arch: tuple[str, ...] = ()
     compile_jobs: int = 1
+    tuning_file: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
         object.__setattr__(self, "target_arch", _archs(self.target_arch))
         object.__setattr__(self, "compile_jobs", _jobs(self.compile_jobs))
+        object.__setattr__(self, "tuning_file", _path("tuning_file", self.tuning_file))
 
 
 def settings() -> Settings:
@@ -100,10 +106,11 @@ _local: ContextVar[Mapping[str, Any]] = ContextVar("jax_ssd_settings", default={
 
 
 def _defaults() -> dict[str, Any]:
-    cache = _home("XDG_CACHE_HOME", ".cache")
+    cache, own = _home("XDG_CACHE_HOME", ".cache"), _home("XDG_CONFIG_HOME", ".config")
     return {
         "cache_dir": cache and cache / "jax_ssd",
         "compile_jobs": os.cpu_count() or 1,
+        "tuning_file": own and own / "jax_ssd" / "tuning.json",
     }
 
 

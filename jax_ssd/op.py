@@ -7,6 +7,7 @@ op's own vjp module. An op works on a flat list of arrays whose axes are named b
 hashable `spec` that says which arrays are present and holds every static option.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -20,7 +21,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_ssd import compile, dispatch, ffi_targets, launch, partition
+from jax_ssd import compile, dispatch, ffi_targets, launch, partition, tune
 from jax_ssd.plans import Plan
 
 Function = Callable[..., tuple[jax.Array, ...]]
@@ -69,7 +70,7 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     def lower(platform, context, *operands, spec):
         _, function = dispatch.first_accepting(
             definition.name,
-            spec.implementation,
+            preferences(definition, spec, platform, context.avals_in),
             lambda name: implementation(definition, spec, name, platform, context.avals_in, _gpus(context)),
         )
         return mlir.lower_fun(function, multiple_results=True)(context, *operands)
@@ -110,6 +111,19 @@ def _gpus(context: mlir.LoweringRuleContext) -> list | None:
         devices = getattr(getattr(axes, "mesh", None), "devices", np.array([])).flat
     # Where only some axes of a mesh are manual, JAX hands the partitioning rule a mesh without devices.
     return [device for device in devices if device is not None and device.platform == "gpu"] or None
+
+
+def preferences(definition: Definition, spec, platform: str, avals) -> tuple[str, ...]:
+    """The implementations to try, most wanted first: where none was asked for, what was measured decides the order."""
+    names = spec.implementation
+    if platform != "cuda" or names != dispatch.DEFAULT or any(0 in aval.shape for aval in avals):
+        return names
+    for name in dispatch.KERNELS:
+        with tune.recorded() as calls, contextlib.suppress(NotImplementedError):
+            definition.plan(spec, name, padded_avals(definition, spec, name, avals))
+        if calls:
+            return tune.fastest_first(names, calls[0][0].op, calls[0][1])
+    return names
 
 
 def implementation(

@@ -88,7 +88,7 @@ def _path(equation, platform: str) -> Path:
         return Path(reference, "reference", shapes, None, {})
     definition, spec = op.DEFINITIONS[equation.primitive.name], equation.params["spec"]
     refusals = {}
-    for name in spec.implementation:
+    for name in op.preferences(definition, spec, platform, avals):
         try:
             plan = op.kernel_plan(definition, spec, name, platform, avals)
         except NotImplementedError as refusal:

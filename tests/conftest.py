@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_SSD_TUNING_FILE"] = "off"  # what somebody measured here must not change what is tested
 
 import hypothesis
 import jax

@@ -11,7 +11,7 @@ from jax_ssd import config
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for variable in (*config.VARIABLES.values(), "XDG_CACHE_HOME"):
+    for variable in (*config.VARIABLES.values(), "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
 
@@ -21,6 +21,7 @@ def test_defaults():
         cache_dir=Path("/home/someone/.cache/jax_ssd"),
         target_arch=(),
         compile_jobs=os.cpu_count() or 1,
+        tuning_file=Path("/home/someone/.config/jax_ssd/tuning.json"),
     )
 
 
@@ -37,7 +38,8 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("JAX_SSD_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("JAX_SSD_TARGET_ARCH", "sm_100, 9.0")
     monkeypatch.setenv("JAX_SSD_COMPILE_JOBS", "3")
-    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), 3)
+    monkeypatch.setenv("JAX_SSD_TUNING_FILE", "off")
+    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), 3, None)
 
 
 def test_an_empty_variable_is_unset(monkeypatch):

@@ -128,6 +128,7 @@ def _settings() -> Iterator[str]:
         "cache_dir": now.cache_dir or "off",
         "target_arch": ",".join(now.target_arch) or "that of the GPUs JAX sees",
         "compile_jobs": now.compile_jobs,
+        "tuning_file": now.tuning_file or "off",
     }
     for name, value in values.items():
         variable = config.VARIABLES[name]

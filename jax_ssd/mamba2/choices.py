@@ -1,0 +1,102 @@
+"""What of the kernels' plans can be tuned: each plan function with its heuristic and the values worth trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_ssd.mamba2 import plan, plan_backward
+from jax_ssd.mamba2.plan import SMALLEST_CHUNK, SMALLEST_STATE_TILE, Tiles, power_of_two
+from jax_ssd.mamba2.plan_backward import BackwardConfig
+from jax_ssd.mamba2.problem import Problem
+from jax_ssd.plans import Plan
+from jax_ssd.tune import Tunable
+
+Values = Mapping[str, Sequence[Any]]
+OCCUPANCIES = (1, 2, 3, 4)
+LATENCIES = (1, 2, 4, 6)
+
+
+def _forward(p: Problem, tiles: Tiles) -> Plan:
+    return plan.forward(p, replace(tiles, chunk=_fitting(p, tiles.chunk)))
+
+
+def _forward_values(p: Problem) -> Values:
+    start = plan.tiles(p)
+    return {
+        "chunk": _chunks(p, 128),
+        "segments": _around(start.segments, math.ceil(p.seq / start.chunk)),
+        "occupancy": OCCUPANCIES,
+        "segment_occupancy": OCCUPANCIES if start.segments > 1 else (),
+        "latency": LATENCIES,
+        "head_dim_block": [n for n in (32, 64, 128) if n <= power_of_two(p.head_dim, 32)],
+        "worker_warps": (None, 4, 8),
+        "head_block": () if p.has_runs else [n for n in (4, 8, 16, 32) if n <= power_of_two(p.heads)],
+    }
+
+
+def _backward(p: Problem, config: BackwardConfig) -> Plan:
+    return plan_backward.backward(p, replace(config, chunk=_fitting(p, config.chunk)))
+
+
+def _backward_values(p: Problem) -> Values:
+    start = plan_backward.heuristic(p)
+    parts = power_of_two(p.state, SMALLEST_STATE_TILE) // SMALLEST_STATE_TILE
+    return {
+        "chunk": _chunks(p, plan_backward.LARGEST_CHUNK),
+        "head_slices": [n for n in (1, 2, 4, 8, 16) if n <= p.heads],
+        "segments": _around(start.segments, math.ceil(p.seq / start.chunk)),
+        "tokens_occupancy": OCCUPANCIES,
+        "states_occupancy": OCCUPANCIES,
+        "groups_occupancy": OCCUPANCIES,
+        "latency": LATENCIES,
+        "head_blocks": (1, 2, 4),
+        "p_blocks": (1, 2),
+        "n_blocks": [n for n in (1, 2, 4) if n <= parts],
+    }
+
+
+def _step_values(p: Problem) -> Values:
+    per_group = p.heads // p.groups
+    most = power_of_two(p.heads) if per_group == 1 else per_group & -per_group
+    state, width = power_of_two(p.state), power_of_two(p.head_dim)
+    return {
+        "head_block": [n for n in (1, 2, 4, 8, 16) if n <= most],
+        "head_dim_block": [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= width and n * state <= plan.STEP_TILE],
+    }
+
+
+def _fitting(p: Problem, chunk: int) -> int:
+    """A measured chunk may be longer than the row."""
+    return p.chunk_size or min(chunk, power_of_two(p.seq, SMALLEST_CHUNK))
+
+
+def _chunks(p: Problem, largest: int) -> list[int]:
+    """Those whose tiles fit, see plan.CHUNK_BYTES: the compiler takes minutes over larger ones."""
+    if p.chunk_size is not None:
+        return []
+    row = plan.row_bytes(p)
+    return [n for n in (16, 32, 64, 128) if n <= largest and n * row <= plan.CHUNK_BYTES]
+
+
+def _around(segments: int, chunks: int) -> list[int]:
+    """Half, one and a half times and twice as many as the heuristic's, and next to it."""
+    some = {1, segments // 2, segments * 3 // 4, segments, segments * 3 // 2, segments * 2, segments * 4}
+    return sorted(n for n in some if 1 <= n <= max(1, chunks // 2))
+
+
+FORWARD = Tunable("mamba2_forward", "cutile", _forward, plan.tiles, _forward_values, local=("segments",))
+BACKWARD = Tunable(
+    "mamba2_backward",
+    "cutile",
+    _backward,
+    plan_backward.heuristic,
+    _backward_values,
+    local=("segments", "head_slices"),
+    scratch=0.5,
+)
+STEP = Tunable(
+    "mamba2_step", "cutile", plan.step, plan.step_tiles, _step_values, local=("head_block", "head_dim_block")
+)
