@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One size of the Mamba-2 operator.
+    """One size of an operator: Mamba-2, or with a rank Mamba-3 (1 is SISO, more is MIMO).
 
-    x is [batch, seq, heads, head_dim], B and C [batch, seq, groups, state]. With `softplus` the call carries a dt_bias
-    and applies softplus, as a model layer does; without it dt is the step itself. `seq` is 1 for the step cases.
+    x is [batch, seq, heads, head_dim], B and C [batch, seq, groups, state]; Mamba-3 calls them v, k and q. With
+    `softplus` the call carries a dt_bias and applies softplus, as a model layer does; without it dt is the step itself.
+    `seq` is 1 for the step cases.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Case:
     dtype: str = "bfloat16"
     softplus: bool = False
     source: str = ""
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for field in ("batch", "seq", "groups", "heads", "state", "head_dim"):
@@ -60,6 +62,23 @@ def _models() -> list[Case]:
     ]
 
 
+def _mamba3() -> list[Case]:
+    """The shapes that upstream's kernels are tuned for, and one long row against many of the same tokens."""
+    sizes = {"first": (4, 2048, 32), "wide": (8, 4096, 32), "few": (4, 2048, 8), "long": (1, 131072, 32)}
+    sizes |= {"rows": (8, 16384, 32)}
+    kinds = {"siso": 1, "mimo": 4}
+    return [
+        Case(f"{kind}_{name}", batch, seq, 1, heads, 128, 64, rank=rank)
+        for kind, rank in kinds.items()
+        for name, (batch, seq, heads) in sizes.items()
+    ] + [
+        Case("mimo_first_f32", 4, 2048, 1, 32, 128, 64, dtype="float32", rank=4),
+        Case("mimo_few_f32", 4, 2048, 1, 8, 128, 64, dtype="float32", rank=4),
+        Case("tiny_siso", 2, 50, 1, 4, 16, 8, dtype="float32", rank=1),
+        Case("tiny_mimo", 2, 50, 2, 4, 16, 8, dtype="float32", rank=2),
+    ]
+
+
 def _sweep() -> list[Case]:
     """State size against length: four rows of eight heads."""
     return [
@@ -85,6 +104,7 @@ CASES: dict[str, Case] = {
         Case("cpu_train", 2, 1024, 1, 16, 64, 32, dtype="float32", softplus=True),
         *_sweep(),
         *_models(),
+        *_mamba3(),
     ]
 }
 

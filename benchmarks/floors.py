@@ -6,6 +6,7 @@ C B^T shared by a group's heads, whole chunk tiles (a matrix unit cannot skip ha
 
 from __future__ import annotations
 
+from benchmarks import mamba3
 from benchmarks.cases import Case
 
 CHUNK = 64
@@ -25,6 +26,9 @@ def array_bytes(case: Case) -> dict[str, int]:
 
 
 def necessary_bytes(case: Case, pass_name: str) -> int:
+    if case.rank:
+        inputs, y = mamba3.array_bytes(case)
+        return inputs + y if pass_name == "forward" else 3 * inputs + 2 * y
     size = array_bytes(case)
     inputs = size["x"] + size["dt"] + size["BC"] + size["parameters"]
     forward = inputs + size["x"]
@@ -36,6 +40,8 @@ def necessary_bytes(case: Case, pass_name: str) -> int:
 
 
 def necessary_flops(case: Case, pass_name: str) -> int:
+    if case.rank:
+        return mamba3.necessary_flops(case, pass_name == "forward_backward")
     tokens, heads, groups = case.batch * case.seq, case.heads, case.groups
     qn, qp, np = CHUNK * case.state, CHUNK * case.head_dim, case.state * case.head_dim
     forward = groups * qn + heads * (qp + 2 * np)

@@ -12,19 +12,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from benchmarks import mamba3
 from benchmarks.cases import Case
 
 Arrays = dict[str, np.ndarray]
-PARAMETERS = ("A", "D", "dt_bias")
+PARAMETERS = ("A", "dt_bias", *mamba3.PARAMETERS)  # operands without a batch axis
 
 
 def operand_names(case: Case) -> tuple[str, ...]:
-    """Names in call order: x, dt, A, B, C, D and, with softplus, dt_bias."""
+    """Names in call order: x, dt, A, B, C, D and, with softplus, dt_bias; Mamba-3's own."""
+    if case.rank:
+        return mamba3.operand_names(case)
     return ("x", "dt", "A", "B", "C", "D") + (("dt_bias",) if case.softplus else ())
 
 
 def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
     """Shape of every operand, of dy and of the step's state."""
+    if case.rank:
+        return mamba3.shapes(case, batch)
     rows = case.batch if batch is None else batch
     bc = (rows, case.seq, case.groups, case.state)
     wide = (rows, case.seq, case.heads, case.head_dim)
@@ -34,6 +39,8 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
 
 
 def dtypes(case: Case) -> dict[str, str]:
+    if case.rank:
+        return mamba3.dtypes(case)
     full = ("dt", "A", "D", "dt_bias", "state_in")
     return {name: "float32" if name in full else case.dtype for name in shapes(case)}
 
@@ -44,6 +51,8 @@ def numpy_dtype(name: str) -> Any:
 
 def checked_row(case: Case) -> Arrays:
     """The row (leading axis 1) and the parameters that are compared with float64; a seed per case name."""
+    if case.rank:
+        return mamba3.checked_row(case)
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     size, kind = shapes(case, batch=1), dtypes(case)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rows, timing
+from benchmarks import mamba3, rows, timing
 from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
 from benchmarks.inputs import PARAMETERS, checked_row, dtypes, kept_tokens, operand_names, shapes
@@ -20,15 +20,9 @@ from benchmarks.peers.base import Peer, Variant
 
 DECODE_TOKENS = 64
 
-# Captured in command buffers, in program order: independent calls must not overlap, or the time of one would be a
-# guess. Options that a JAX version does not know are left out by trying the next entry.
-_CAPTURE = {"xla_gpu_graph_min_graph_size": "1", "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-GPU_OPTIONS: tuple[dict[str, str], ...] = (
-    {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"} | _CAPTURE,
-    {},
-)
+# As timing.GPU_OPTIONS, the loop over tokens captured too.
 DECODE_OPTIONS: tuple[dict[str, str], ...] = (
-    {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE"} | _CAPTURE,
+    timing.GPU_OPTIONS[0] | {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE"},
     {},
 )
 
@@ -38,25 +32,6 @@ def measure(
 ) -> dict[str, Any]:
     runner = {"forward": _sequence, "forward_backward": _sequence, "step": _step, "decode": _decode}[pass_name]
     return runner(peer, case, pass_name, variant, reference, effort)
-
-
-def compile_program(
-    program: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    donate: tuple[int, ...],
-    options: tuple[dict[str, str], ...],
-) -> tuple[Any, dict[str, str]]:
-    """The executable and the compiler options it took; on a GPU the first of `options` that compiles."""
-    lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
-    if jax.devices()[0].platform != "gpu":
-        return lowered.compile(), {}
-    for chosen in options[:-1]:
-        try:
-            return lowered.compile(compiler_options=dict(chosen)), chosen
-        except Exception as error:  # an option this version does not have; the class differs between versions
-            if "xla_gpu" not in str(error):
-                raise
-    return lowered.compile(), {}
 
 
 def custom_calls(compiled: Any) -> dict[str, int]:
@@ -103,6 +78,8 @@ def _generator(case: Case) -> Callable[[jax.Array], dict[str, jax.Array]]:
     def draw(key: jax.Array) -> dict[str, jax.Array]:
         keys = dict(zip(size, jax.random.split(key, len(size)), strict=True))
         drawn = {name: jax.random.normal(keys[name], size[name], jnp.dtype(kind[name])) for name in size}
+        if case.rank:
+            return {name: mamba3.distributed(case, name, value, jnp.exp) for name, value in drawn.items()}
         step = jnp.exp(jax.random.uniform(keys["dt"], size["dt"], jnp.float32, np.log(1e-3), np.log(1e-1)))
         drawn["dt"] = jnp.log(jnp.expm1(step)) if case.softplus else step
         drawn["A"] = -jax.random.uniform(keys["A"], size["A"], jnp.float32, 1.0, 16.0)
@@ -155,8 +132,8 @@ def _sequence(
 
     calls = _calls(peer, case, pass_name)
     sets = [pick(random_operands(case, seed)) for seed in range(calls)]
-    compiled, options = compile_program(program, (sets,), (), GPU_OPTIONS)
-    single = compiled if calls == 1 else compile_program(program, (sets[:1],), (), GPU_OPTIONS)[0]
+    compiled, options = timing.compile_program(program, (sets,), (), timing.GPU_OPTIONS)
+    single = compiled if calls == 1 else timing.compile_program(program, (sets[:1],), (), timing.GPU_OPTIONS)[0]
     counts = custom_calls(compiled)
     problems = missing_calls(peer, counts, calls * (2 if backward and peer.custom_call == "jax_ssd.launch" else 1))
 
@@ -175,7 +152,8 @@ def _sequence(
 
 
 def _sequence_errors(case: Case, output: Any, reference: dict[str, np.ndarray], backward: bool) -> dict[str, float]:
-    kept = jnp.asarray(kept_tokens(case.seq))
+    # Mamba-3's scalars have their tokens last, so all of them are compared.
+    kept = slice(None) if case.rank else jnp.asarray(kept_tokens(case.seq))
     got = {"y": output[0] if backward else output}
     if backward:
         got |= {f"d{name}": value for name, value in zip(operand_names(case), output[1], strict=True)}
@@ -210,8 +188,8 @@ def _step(
     calls = _calls(peer, case, pass_name)
     drawn = [random_operands(case, seed) for seed in range(calls)]
     states, tokens = [one["state_in"] for one in drawn], [_token(case, one) for one in drawn]
-    compiled, options = compile_program(program, (states, tokens), (0,), GPU_OPTIONS)
-    single = compiled if calls == 1 else compile_program(program, (states[:1], tokens[:1]), (0,), GPU_OPTIONS)[0]
+    compiled, options = timing.compile_program(program, (states, tokens), (0,), timing.GPU_OPTIONS)
+    single = compiled if calls == 1 else timing.compile_program(program, (states[:1], tokens[:1]), (0,), timing.GPU_OPTIONS)[0]
     counts = custom_calls(compiled)
     problems = missing_calls(peer, counts, calls)
 
@@ -261,7 +239,7 @@ def _decode(
         for name, value in first.items()
     }
     parameters = {name: drawn[name] for name in names if name in PARAMETERS}
-    compiled, options = compile_program(program, (state, tokens, parameters), (0,), DECODE_OPTIONS)
+    compiled, options = timing.compile_program(program, (state, tokens, parameters), (0,), DECODE_OPTIONS)
     counts = custom_calls(compiled)
     problems = missing_calls(peer, counts, 1)
     carried, ys = compiled(jnp.copy(state), tokens, parameters)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import rows, timing
+from benchmarks import mamba3, rows, timing
 from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
 from benchmarks.inputs import PARAMETERS, checked_row, dtypes, kept_tokens, operand_names, shapes
@@ -66,6 +66,8 @@ def random_operands(case: Case, seed: int) -> Tensors:
         name: torch.randn(size[name], generator=generator, device=device(), dtype=getattr(torch, kind[name]))
         for name in size
     }
+    if case.rank:
+        return {name: mamba3.distributed(case, name, value, torch.exp) for name, value in drawn.items()}
     step = torch.exp(uniform("dt", float(np.log(1e-3)), float(np.log(1e-1))))
     drawn["dt"] = torch.log(torch.expm1(step)) if case.softplus else step
     drawn["A"] = -uniform("A", 1.0, 16.0)
@@ -154,7 +156,7 @@ def _errors(
     if pass_name == "step":
         got = {"y": (y[-1], "step_y"), "state": (drawn["state_in"][-1], "step_state")}
     else:
-        kept = torch.from_numpy(kept_tokens(case.seq)).to(device())
+        kept = slice(None) if case.rank else torch.from_numpy(kept_tokens(case.seq)).to(device())
         got = {"y": (y[-1][kept], "y")}
         for name, value in zip(operand_names(case), gradients or (), strict=False):
             got[f"d{name}"] = (value if name in PARAMETERS else value[-1][kept], f"d{name}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import mamba3
 from benchmarks.cases import Case
 from benchmarks.inputs import PARAMETERS, checked_row, kept_tokens, operand_names
 
@@ -65,6 +66,8 @@ def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
     Keys: `y` and, where a backward is asked for, `dx`, `ddt`, `dB`, `dC`, `dA`, `dD`, `ddt_bias`; the step's are
     `step_y` and `step_state`.
     """
+    if case.rank:
+        return mamba3.reference(case, "forward_backward" in passes)
     row = checked_row(case)
     names = operand_names(case)
     results: dict[str, Any] = {}

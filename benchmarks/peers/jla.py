@@ -24,12 +24,17 @@ class Jla(JaxPeer):
         return None
 
     def variants(self, case: Case, pass_name: str) -> list[Variant]:
+        if case.rank:
+            return [{}]
         grouped = [{"grouped_key_grads": flag} for flag in (True, False)]
         if pass_name == "forward":
             return [{"folded": True}, grouped[1]]  # dt * x inside the forward kernel, or outside
         return grouped
 
     def forward(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        if case.rank:
+            return _mamba3(case)
+
         import jax
         import jax.numpy as jnp
         from jla.layers.mamba2_fused import ssd_core
@@ -63,6 +68,26 @@ class Jla(JaxPeer):
 
     def notes(self) -> dict[str, Any]:
         return {"jax-linear-attention": version_of("jax-linear-attention"), "equinox": version_of("equinox")}
+
+
+def _mamba3(case: Case) -> Callable[..., Any]:
+    """Scalars go in as [batch, seq, heads], which for this peer is a transposition outside its kernels."""
+    import jax.numpy as jnp
+    from jla.layers.mamba3_mimo import mamba3_mimo
+    from jla.layers.ssm import mamba3_siso
+
+    def siso(q: Any, k: Any, v: Any, q_bias: Any, k_bias: Any, angles: Any, *rest: Any) -> Any:
+        *scalars, z, D = rest
+        adt, dt, trap = (jnp.swapaxes(scalar, 1, 2) for scalar in scalars)
+        return mamba3_siso(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d=D, z=z, impl="mosaic_gpu")[0]
+
+    def mimo(q: Any, k: Any, v: Any, q_bias: Any, k_bias: Any, angles: Any, *rest: Any) -> Any:
+        *scalars, z, D, mimo_v, mimo_z, mimo_o = rest
+        adt, dt, trap = (jnp.swapaxes(scalar, 1, 2) for scalar in scalars)
+        options: dict[str, Any] = {"d": D, "z": z, "mimo_z": mimo_z, "mimo_o": mimo_o, "chunk_size": 64 // case.rank}
+        return mamba3_mimo(q, k, v, adt, dt, trap, q_bias, k_bias, angles, mimo_v, impl="mosaic_gpu", **options)[0]
+
+    return siso if case.rank == 1 else mimo
 
 
 def load(name: str, options: Options) -> Peer:

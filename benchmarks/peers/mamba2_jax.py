@@ -14,6 +14,8 @@ class Mamba2Jax(JaxPeer):
     most_calls = 2
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
+        if case.rank:
+            return "has no Mamba-3"
         if pass_name not in ("forward", "forward_backward"):
             return "has no step: a token costs a chunk"
         if not case.softplus:

@@ -18,6 +18,7 @@ from benchmarks.cases import Case
 from benchmarks.peers.base import Options, Peer, Variant, version_of
 
 _MODULES = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
+_MAMBA3_MODULES = ("mamba3.angle_dt", "mamba3.mamba3_siso_fwd", "mamba3.mamba3_siso_bwd")
 
 
 class MambaSsm(Peer):
@@ -29,25 +30,34 @@ class MambaSsm(Peer):
         self.chunks = (128, 256) if options.peer_autotune == "quick" else (64, 128, 256)
         self.tuners = dict(_autotuners())
         self.spaces = {name: len(tuner.configs) for name, tuner in self.tuners.items()}
-        for tuner in self.tuners.values():
-            if options.peer_autotune == "quick" and all(_is_tile(config) for config in tuner.configs):
-                tuner.configs = sorted(tuner.configs, key=_distance)[: options.peer_configs]
+        for name, tuner in self.tuners.items():
+            if options.peer_autotune == "quick":
+                if all(_is_tile(config) for config in tuner.configs):
+                    tuner.configs = sorted(tuner.configs, key=_distance)[: options.peer_configs]
+                elif name.startswith("mamba3"):
+                    tuner.configs = sorted(tuner.configs, key=_plainness)[: options.peer_configs]
             tuner._do_bench = _short_bench
         _compile_side_by_side()
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
         if pass_name == "decode":
             return "torch has no scan; see step"
+        if case.rank == 1 and case.dtype != "bfloat16":
+            return "casts its inputs to bfloat16"
         return None
 
     def variants(self, case: Case, pass_name: str) -> list[Variant]:
         if pass_name == "step":
             return [{}]
+        if case.rank:
+            return [{"chunk_size": 64 // case.rank}]
         # A chunk longer than the row only pads it.
         fitting = [size for size in self.chunks if size <= case.seq]
         return [{"chunk_size": size} for size in fitting or self.chunks[:1]]
 
     def forward(self, case: Case, variant: Variant) -> Callable[..., Any]:
+        if case.rank:
+            return _siso(variant) if case.rank == 1 else _mimo(case, variant)
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         return lambda x, dt, A, B, C, D, dt_bias=None: mamba_chunk_scan_combined(
@@ -98,11 +108,35 @@ class MambaSsm(Peer):
         }
 
 
+def _siso(variant: Variant) -> Callable[..., Any]:
+    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
+
+    def call(q: Any, k: Any, v: Any, q_bias: Any, k_bias: Any, angles: Any, *rest: Any) -> Any:
+        adt, dt, trap, z, D = rest
+        chunk = variant["chunk_size"]
+        return mamba3_siso_combined(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D=D, Z=z, chunk_size=chunk)
+
+    return call
+
+
+def _mimo(case: Case, variant: Variant) -> Callable[..., Any]:
+    """Upstream's TileLang kernels; raises ImportError where tilelang is not installed."""
+    import torch
+    from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
+
+    def call(q: Any, k: Any, v: Any, q_bias: Any, k_bias: Any, angles: Any, *rest: Any) -> Any:
+        adt, dt, trap, z, D, mimo_v, mimo_z, mimo_o = rest
+        arrays = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, D, z)
+        return mamba3_mimo(*arrays, variant["chunk_size"], 4, getattr(torch, case.dtype))
+
+    return call
+
+
 def _autotuners() -> list[tuple[str, Any]]:
     from triton.runtime.autotuner import Autotuner
 
     found = []
-    for module in _MODULES:
+    for module in (*_MODULES, *_MAMBA3_MODULES):
         for name, value in vars(importlib.import_module(f"mamba_ssm.ops.triton.{module}")).items():
             if isinstance(value, Autotuner) and value.base_fn.__module__.endswith(module):
                 found.append((f"{module}.{name}", value))
@@ -112,6 +146,11 @@ def _autotuners() -> list[tuple[str, Any]]:
 def _is_tile(config: Any) -> bool:
     """A matrix kernel's configuration; the others' are few and compile in no time."""
     return {"BLOCK_SIZE_M", "BLOCK_SIZE_N"} <= set(config.kwargs)
+
+
+def _plainness(config: Any) -> float:
+    """For kernels whose configurations differ in stages, warps and registers only."""
+    return abs(config.num_stages - 2) + abs(math.log2(config.num_warps) - 2) + (config.maxnreg is not None)
 
 
 def _distance(config: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import mamba3
 from benchmarks.cases import Case
 from benchmarks.peers.base import JaxPeer, Options, Peer, Variant, version_of
 
@@ -28,6 +29,11 @@ class Own(JaxPeer):
     def forward(self, case: Case, variant: Variant) -> Callable[..., Any]:
         import jax_ssd
 
+        if case.rank:
+            names, chosen = mamba3.operand_names(case), {"implementation": self.implementation}
+            return lambda *operands: mamba3.call(
+                case, dict(zip(names, operands, strict=True)), precision=self.precision, **chosen
+            )
         settings: dict[str, Any] = self._settings(case) | {"precision": self.precision}
         return lambda x, dt, A, B, C, D, dt_bias=None: jax_ssd.mamba2(x, dt, A, B, C, D, dt_bias=dt_bias, **settings)
 

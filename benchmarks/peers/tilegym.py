@@ -36,6 +36,8 @@ class TileGym(Peer):
         mamba2.exhaustive_search = search_some
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
+        if case.rank:
+            return "has no Mamba-3"
         if pass_name not in ("forward", "forward_backward"):
             return "has no decode"
         if case.softplus:
