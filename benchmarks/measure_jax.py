@@ -189,7 +189,11 @@ def _step(
     drawn = [random_operands(case, seed) for seed in range(calls)]
     states, tokens = [one["state_in"] for one in drawn], [_token(case, one) for one in drawn]
     compiled, options = timing.compile_program(program, (states, tokens), (0,), timing.GPU_OPTIONS)
-    single = compiled if calls == 1 else timing.compile_program(program, (states[:1], tokens[:1]), (0,), timing.GPU_OPTIONS)[0]
+    single = (
+        compiled
+        if calls == 1
+        else timing.compile_program(program, (states[:1], tokens[:1]), (0,), timing.GPU_OPTIONS)[0]
+    )
     counts = custom_calls(compiled)
     problems = missing_calls(peer, counts, calls)
 

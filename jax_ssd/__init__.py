@@ -8,6 +8,7 @@ from jax_ssd.mamba2.api import mamba2, mamba2_step
 from jax_ssd.mamba3.api import Mamba3Schedule, Mamba3State, mamba3, mamba3_schedule, mamba3_step
 from jax_ssd.norm import rms_norm_gated
 from jax_ssd.paths import Path, dispatch_paths
+from jax_ssd.search import Tuned, autotune
 
 try:
     __version__ = version("jax_ssd")
@@ -19,7 +20,9 @@ __all__ = [
     "Mamba3Schedule",
     "Mamba3State",
     "Path",
+    "Tuned",
     "__version__",
+    "autotune",
     "causal_conv1d",
     "causal_conv1d_step",
     "dispatch_paths",

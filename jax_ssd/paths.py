@@ -1,7 +1,7 @@
 """dispatch_paths: which implementation a program would run, kernel by kernel, without running it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,10 +63,15 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
         platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     if platform not in ("cpu", "cuda"):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}; GPUs of NVIDIA are 'cuda' here.")
+    return [_path(equation, platform) for equation in calls(function, args, kwargs)]
+
+
+def calls(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The equations of this library's ops in the traced function, in program order."""
     arrays = {name: value for name, value in kwargs.items() if hasattr(value, "shape")}
     static = {name: value for name, value in kwargs.items() if name not in arrays}
-    traced = jax.make_jaxpr(lambda args, arrays: function(*args, **arrays, **static))(args, arrays)
-    return [_path(equation, platform) for equation in _equations(traced.jaxpr) if _is_ours(equation)]
+    traced = jax.make_jaxpr(lambda args, arrays: function(*args, **arrays, **static))(tuple(args), arrays)
+    return [equation for equation in _equations(traced.jaxpr) if _is_ours(equation)]
 
 
 def _is_ours(equation) -> bool:

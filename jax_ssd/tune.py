@@ -1,13 +1,13 @@
 """Choices that were measured: looked up when a call is planned, and never timed then.
 
-A *choice* is one value of a frozen dataclass that a plan function takes, such as tiles. Measured ones are records in JSON
-files: one shipped for each architecture (tables/sm_90.json), over it the user's own (JAX_SSD_TUNING_FILE), which
+A *choice* is one value of a frozen dataclass that a plan function takes, such as tiles. Measured ones are records in
+JSON files: one shipped for each architecture (tables/sm_90.json), over it the user's own (JAX_SSD_TUNING_FILE), which
 `jax_ssd.autotune` and `python -m jax_ssd tune` write. A record holds one problem and, by implementation, the fastest
 choice for it with its time and where that comes from.
 
-A lookup takes the record that is nearest in size among those that agree in everything else that shapes a kernel, so a new
-length or batch size never calls for new measurements. With no such record, or if the plan refuses what it says, the
-plan's heuristic decides. What a plan computes depends on a choice in rounding only.
+A lookup takes the record that is nearest in size among those that agree in everything else that shapes a kernel, so a
+new length or batch size never calls for new measurements. With no such record, or if the plan refuses what it says,
+the plan's heuristic decides. What a plan computes depends on a choice in rounding only.
 """
 
 from __future__ import annotations

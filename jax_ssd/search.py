@@ -1,0 +1,389 @@
+"""jax_ssd.autotune: measures what the kernels of a function can choose, and keeps the fastest for later calls.
+
+From the heuristic's choice one field after the other is changed; the changes that helped are tried together, and then
+once more around the best. The fastest few are measured again side by side before one of them is believed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import datetime
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ssd import compile, config, dispatch, launch, op, paths, timing, tune
+from jax_ssd.plans import Buffer, Plan
+from jax_ssd.progress import Progress
+from jax_ssd.tune import Tunable
+
+ROUNDS = 2
+FINALISTS = 3
+MARGIN = 0.02  # by which a choice must beat the heuristic's to be preferred: less is noise
+SECONDS = 100.0  # after which nothing new is tried for one plan
+QUICK, CAREFUL = timing.Effort(0.004, 3), timing.Effort(0.02, 7)
+MOST_CALLS = 32  # in one timed program
+# Two choices differ in rounding; what differs by more than this computes something else and is not taken.
+AGREEMENT = 5e-2
+# Values that keep a recurrence in range. Other operands are standard normal.
+RANGES = {"dt": (1e-3, 1e-1), "A": (-1.0, -0.1), "adt": (-0.1, -1e-3)}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for one plan.
+
+    us, heuristic_us: microseconds of one call. choice: the fields that differ from the heuristic's. tried: how many
+    choices were timed; 0 if the result was there already.
+    """
+
+    op: str
+    implementation: str
+    problem: Any
+    us: float
+    heuristic_us: float
+    choice: dict[str, Any]
+    tried: int
+
+    def __str__(self) -> str:
+        p = self.problem
+        sizes = f"batch {p.batch}, seq {p.seq}, heads {p.heads}, head_dim {p.head_dim}, state {p.state}, {p.dtype}"
+        chosen = ", ".join(f"{name}={value}" for name, value in self.choice.items()) or "the heuristic's choice"
+        how = f"{self.tried} tried" if self.tried else "tuned before"
+        return (
+            f"{self.op} {self.implementation} ({sizes}): {self.us:.1f} us, heuristic {self.heuristic_us:.1f} us, "
+            f"{chosen} ({how})"
+        )
+
+
+def autotune(function: Callable, *args: Any, force: bool = False, progress: bool = True, **kwargs: Any) -> list[Tuned]:
+    """Measures the choices of every kernel that `function(*args, **kwargs)` would run, and keeps the fastest.
+
+    The function is traced, not run, so arrays may be jax.ShapeDtypeStruct; kernels are timed on buffers of random
+    numbers. With derivatives in it (pass jax.grad(f)) the backward is tuned too. Each result is written to the user's
+    tuning file (JAX_SSD_TUNING_FILE) as it comes, so an interrupted run goes on where it stopped, and holds for nearby
+    sizes as well. Sizes are those of the whole arrays: for a sharded program give the shapes of one shard.
+
+    Programs that JAX has compiled keep the choices that they were compiled with; `jax.clear_caches()` drops them.
+
+    Args:
+      function: any function of JAX arrays, e.g. `jax_ssd.mamba2` itself, a model's call or a training step.
+      *args: its arguments.
+      force: measure anew what has a result already.
+      progress: show how far it is.
+      **kwargs: its keyword arguments. Those that are not arrays are taken as static.
+
+    Returns:
+      One Tuned per distinct plan, in program order. Empty if the function calls no kernel of this library.
+
+    Raises:
+      NotImplementedError: JAX sees no NVIDIA GPU.
+      RuntimeError: a plan does not run with the heuristic's choice either.
+    """
+    device = _device()
+    arch = compile.target_arch(device)
+    calls = plans_of(paths.calls(function, args, kwargs))
+    found = []
+    with Progress("tuning", len(calls), progress) as shown:
+        for tunable, problem in calls:
+            result = None if force else _before(tunable, arch, problem)
+            tried = 0
+            if result is None:
+                plan = tunable.make(problem, tunable.heuristic(problem))
+                result = search(tunable, problem, Bench(device, arch, plan, problem), shown.note)
+                result["provenance"] = provenance(device, plan)
+                tried = len(result["tried"])
+                tune.store(tunable.op, arch, problem, tunable.implementation, result)
+            found.append(_tuned(tunable, problem, result, tried))
+            shown.done(str(found[-1]))
+    return found
+
+
+def plans_of(equations: Iterable[Any]) -> list[tuple[Tunable, Any]]:
+    """Each distinct tunable plan function with its problem that the equations' implementations can run."""
+    found: list[tuple[Tunable, Any]] = []
+    for equation in equations:
+        definition = op.DEFINITIONS.get(equation.primitive.name)
+        spec, avals = equation.params.get("spec"), [variable.aval for variable in equation.invars]
+        for name in dispatch.KERNELS:
+            if definition is None or name not in spec.implementation:
+                continue
+            try:
+                with tune.recorded() as calls:
+                    op.kernel_plan(definition, spec, name, "cuda", avals)
+            except NotImplementedError:
+                continue
+            found += [call for call in calls if call not in found]
+    return found
+
+
+def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], None]) -> dict[str, Any]:
+    """The fastest choice, its time and the heuristic's, and what was tried; as a record of tune.py holds it."""
+    start = tunable.heuristic(problem)
+    base = tunable.make(problem, start)
+    values = tunable.values(problem)
+    programs: dict[Any, Any] = {}
+    times: dict[Any, float] = {}
+    deadline = time.monotonic() + SECONDS
+
+    def attempt(choices: Iterable[Any]) -> None:
+        plans = {choice: plan for choice in choices if choice not in times and (plan := _plan(choice)) is not None}
+        note(f"{tunable.op} {tunable.implementation}: compiling {len(plans)}")
+        loaded = bench.load(plans, deadline - time.monotonic())
+        for choice in plans:
+            times[choice] = math.inf
+            if choice in loaded and (choice == start or time.monotonic() < deadline):
+                times[choice] = bench.time(loaded[choice], QUICK)
+                programs[choice] = loaded[choice]
+                note(
+                    f"{tunable.op} {tunable.implementation}: {times[choice]:.1f} us, best {min(times.values()):.1f} us"
+                )
+
+    def _plan(choice: Any) -> Plan | None:
+        try:
+            plan = tunable.make(problem, choice)
+            plan.check(bench.arch)
+        except (NotImplementedError, ValueError):
+            return None
+        return plan if _scratch(plan) <= max(_scratch(base), tunable.scratch * _passed(plan)) else None
+
+    attempt([start])
+    if not math.isfinite(times.get(start, math.inf)):
+        raise RuntimeError(
+            f"{tunable.op} {tunable.implementation} does not run here with its heuristic's choice, {start}: "
+            f"{bench.failure}"
+        )
+    best = start
+    for _ in range(ROUNDS):
+        around = {name: list(_changed(best, name, some)) for name, some in values.items()}
+        attempt(choice for choices in around.values() for choice in choices)
+        attempt([_combined(best, around, times)])
+        if min(times, key=times.__getitem__) == best:
+            break
+        best = min(times, key=times.__getitem__)
+    # In the order of their times, the heuristic's among them: a difference within the noise must not move the choice.
+    finalists = sorted(times, key=times.__getitem__)[:FINALISTS]
+    for choice in dict.fromkeys([start, *finalists]):
+        if math.isfinite(times[choice]):
+            times[choice] = bench.time(programs[choice], CAREFUL)
+    best = min(dict.fromkeys([start, *finalists]), key=times.__getitem__)
+    if times[best] > (1 - MARGIN) * times[start]:
+        best = start
+    tried = [[_difference(choice, start), round(us, 2)] for choice, us in times.items() if math.isfinite(us)]
+    return {
+        "choice": tune.as_json(best),
+        "us": round(times[best], 2),
+        "heuristic_us": round(times[start], 2),
+        "tried": tried,
+    }
+
+
+def _changed(choice: Any, name: str, values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        try:
+            if value != getattr(choice, name):
+                yield replace(choice, **{name: value})
+        except ValueError:  # the choice refuses the value
+            continue
+
+
+def _combined(best: Any, around: dict[str, list[Any]], times: dict[Any, float]) -> Any:
+    """All single changes that helped, at once."""
+    changes = {}
+    for name, choices in around.items():
+        fastest = min(choices, key=lambda choice: times.get(choice, math.inf), default=best)
+        if times.get(fastest, math.inf) < times[best]:
+            changes[name] = getattr(fastest, name)
+    try:
+        return replace(best, **changes)
+    except ValueError:
+        return best
+
+
+@dataclass
+class Program:
+    """An executable of several calls of one plan, each on operands of its own; some of them written in place."""
+
+    run: Callable[..., Any]
+    moving: tuple[int, ...]
+
+
+@dataclass
+class Bench:
+    """Compiles and times the plans of one problem on one GPU. All take the same operands."""
+
+    device: Any
+    arch: str
+    plan: Plan
+    problem: Any
+    sets: list[list[jax.Array]] = field(init=False)
+    expected: list[jax.Array] | None = None
+    failure: str = "it compiles too long"  # the last one
+
+    def __post_init__(self) -> None:
+        calls = timing.calls_per_program(_passed(self.plan), MOST_CALLS)
+        with jax.default_device(self.device):
+            self.sets = [_operands(self.plan.operands, self.problem, seed) for seed in range(calls)]
+
+    def load(self, plans: dict[Any, Plan], seconds: float) -> dict[Any, Program]:
+        """Those that compile within `seconds`, in parallel. What does not compile is no candidate."""
+        pool = concurrent.futures.ThreadPoolExecutor(config.settings().compile_jobs, "jax_ssd-tune")
+        try:
+            # In a copy of this context, where settings may be overridden.
+            jobs = {
+                pool.submit(contextvars.copy_context().run, self._load, plan): choice for choice, plan in plans.items()
+            }
+            done, _ = concurrent.futures.wait(jobs, timeout=max(seconds, 0))
+            failed = [job.exception() for job in done if job.exception() is not None]
+            self.failure = next(map(str, failed), self.failure)
+            return {jobs[job]: job.result() for job in done if job.exception() is None}
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, plan: Plan) -> Program:
+        kernels = launch.runner(plan, self.arch)
+        names = [buffer.name for buffer in plan.operands]
+        moving = tuple(names.index(name) for name in plan.aliases)
+        results = [buffer.name for buffer in plan.results]
+        carried = [results.index(result) for result in plan.aliases.values()]
+
+        def program(moved, fixed):
+            outputs = []
+            for one, rest in zip(moved, fixed, strict=True):
+                operands = list(rest)
+                for position, value in zip(moving, one, strict=True):
+                    operands[position] = value
+                outputs.append(kernels(*operands))
+            return [[output[index] for index in carried] for output in outputs], outputs
+
+        with jax.default_device(self.device):
+            run, _ = timing.compile_program(program, (self._moved(moving), self._fixed(moving)), (0,))
+        return Program(run, moving)
+
+    def time(self, program: Program, effort: timing.Effort) -> float:
+        """Microseconds of one call; infinite if it fails or its results are not those of the first program timed."""
+        try:
+            fixed = self._fixed(program.moving)
+            state, outputs = program.run(self._moved(program.moving), fixed)
+            results = [jnp.copy(result) for result in outputs[0]]
+            if self.expected is None:
+                self.expected = results
+            elif not _agree(results, self.expected):
+                return math.inf
+            carried = [state]
+            del outputs
+
+            def execute() -> Any:
+                carried[0], outputs = program.run(carried[0], fixed)
+                return outputs
+
+            return 1e6 * timing.measure(execute, jax.block_until_ready, len(self.sets), effort).seconds
+        except Exception as error:  # a launch that the driver refuses, too little memory: no candidate
+            self.failure = f"{type(error).__name__}: {error}"
+            return math.inf
+
+    def _moved(self, moving: tuple[int, ...]) -> list[list[jax.Array]]:
+        return [[jnp.copy(operands[position]) for position in moving] for operands in self.sets]
+
+    def _fixed(self, moving: tuple[int, ...]) -> list[list[Any]]:
+        return [[None if i in moving else array for i, array in enumerate(operands)] for operands in self.sets]
+
+
+def _operands(buffers: Iterable[Buffer], problem: Any, seed: int) -> list[jax.Array]:
+    arrays = []
+    for key, buffer in zip(jax.random.split(jax.random.key(seed), len(tuple(buffers))), buffers, strict=True):
+        dtype = jnp.dtype(buffer.dtype)
+        if buffer.name == "cu_seqlens":  # equal lengths
+            ends = jnp.linspace(0, problem.seq, buffer.shape[-1]).astype(dtype)
+            arrays.append(jnp.broadcast_to(ends, buffer.shape))
+        elif not jnp.issubdtype(dtype, jnp.floating):  # run numbers: one run
+            arrays.append(jnp.zeros(buffer.shape, dtype))
+        elif buffer.name in RANGES:
+            low, high = RANGES[buffer.name]
+            arrays.append(jax.random.uniform(key, buffer.shape, jnp.float32, low, high).astype(dtype))
+        else:
+            arrays.append(jax.random.normal(key, buffer.shape, dtype))
+    return arrays
+
+
+@jax.jit
+def _deviation(got: list[jax.Array], expected: list[jax.Array]) -> jax.Array:
+    """The largest relative error of the results."""
+    pairs = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in zip(got, expected, strict=True)]
+    errors = [jnp.linalg.norm(jnp.ravel(a - b)) / jnp.maximum(jnp.linalg.norm(jnp.ravel(b)), 1e-20) for a, b in pairs]
+    return jnp.max(jnp.stack(errors))
+
+
+def _agree(got: list[jax.Array], expected: list[jax.Array]) -> bool:
+    return bool(_deviation(got, expected) <= AGREEMENT)  # NaN does not
+
+
+def _scratch(plan: Plan) -> int:
+    return sum(buffer.nbytes for buffer in plan.scratch)
+
+
+def _passed(plan: Plan) -> int:
+    return sum(buffer.nbytes for buffer in (*plan.operands, *plan.results))
+
+
+def _difference(choice: Any, start: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(choice).items() if value != getattr(start, name)}
+
+
+def _before(tunable: Tunable, arch: str, problem: Any) -> dict[str, Any] | None:
+    record = tune.measured(tunable.op, arch, problem)
+    return None if record is None else record["results"].get(tunable.implementation)
+
+
+def _tuned(tunable: Tunable, problem: Any, result: dict[str, Any], tried: int) -> Tuned:
+    start = asdict(tunable.heuristic(problem))
+    choice = {name: value for name, value in result["choice"].items() if value != start.get(name)}
+    return Tuned(tunable.op, tunable.implementation, problem, result["us"], result["heuristic_us"], choice, tried)
+
+
+def _device() -> Any:
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"tuning times kernels on an NVIDIA GPU, and JAX sees none ({str(error).splitlines()[0]}). Run it where "
+            f"the program will run; without any tuning the heuristics choose, and a tuning file that was written "
+            f"elsewhere can be carried here (JAX_SSD_TUNING_FILE). `python -m jax_ssd compile` needs no GPU."
+        ) from error
+
+
+def provenance(device: Any, plan: Plan) -> dict[str, Any]:
+    """Where a result comes from: date, device, driver, versions and command."""
+    compilers = {compile.compiler_version(one.kernel) for one in plan.launches}
+    versions = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "jax_ssd"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.device_kind,
+        "driver": _driver(),
+        "versions": versions | {"compiler": ", ".join(sorted(str(one) for one in compilers))},
+        "command": shlex.join(["python", *sys.orig_argv[1:]])[:300],
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

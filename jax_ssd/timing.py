@@ -1,0 +1,121 @@
+"""Device time of one call, the same way for the tuner and for every framework of the benchmarks.
+
+A *program* holds n calls, each on its own set of inputs: an XLA executable for JAX, a CUDA graph for torch. Executing
+it m times and 2m times, each followed by one wait, and taking the difference cancels dispatch, the wait and everything
+else that happens once, so what is left is m programs back to back on the device. The median over repeats of
+
+    (time(2m) - time(m)) / (m n)
+
+is the time of one call. Sets are rotated because a program touches all of its n sets before it meets one again: with
+more than the L2 cache's 60 MB in them, every call finds its inputs in memory. Nothing is timed by a profiler. If the
+host needs about as long to submit a program as the device to run it, the figure is the host's: `host_bound` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+COLD_BYTES = 128 << 20  # twice an H200's L2
+
+# Captured in command buffers, in program order: independent calls must not overlap, or the time of one would be a
+# guess. Options that a JAX version does not know are left out by trying the next entry.
+_CAPTURE = {"xla_gpu_graph_min_graph_size": "1", "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+GPU_OPTIONS: tuple[dict[str, str], ...] = (
+    {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"} | _CAPTURE,
+    {},
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call and how they were found."""
+
+    seconds: float
+    low: float
+    high: float
+    repeats: int
+    calls_per_program: int
+    programs: int
+    dispatch_seconds: float
+    host_bound: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds of device time aimed at per sample, and samples."""
+
+    sample_seconds: float = 0.02
+    repeats: int = 9
+    most_programs: int = 16  # more in flight and the runtime makes the host wait
+
+
+def calls_per_program(bytes_per_call: int, most: int) -> int:
+    """Enough input sets to outgrow the cache, at least two where `most` allows, at most `most`."""
+    return min(most, max(2, math.ceil(COLD_BYTES / max(bytes_per_call, 1))))
+
+
+def compile_program(
+    program: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    donate: tuple[int, ...] = (),
+    options: Sequence[dict[str, str]] = GPU_OPTIONS,
+) -> tuple[Any, dict[str, str]]:
+    """The executable and the compiler options it took; on a GPU the first of `options` that compiles."""
+    lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+    if jax.devices()[0].platform != "gpu":
+        return lowered.compile(), {}
+    for chosen in options[:-1]:
+        try:
+            return lowered.compile(compiler_options=dict(chosen)), chosen
+        except Exception as error:  # an option this version does not have; the class differs between versions
+            if "xla_gpu" not in str(error):
+                raise
+    return lowered.compile(), {}
+
+
+def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int, effort: Effort) -> Timing:
+    """Times `execute`, which submits one program of `calls` calls and returns something to `wait` for."""
+
+    def run(times: int) -> tuple[float, float]:
+        result = None
+        start = time.perf_counter()
+        for _ in range(times):
+            result = execute()
+        submitted = time.perf_counter() - start
+        wait(result)
+        return time.perf_counter() - start, submitted
+
+    run(1)
+    once = min(run(1)[0] for _ in range(2))
+    programs = max(1, min(effort.most_programs, int(effort.sample_seconds / max(once, 1e-7))))
+    run(programs)
+    slopes, dispatch = [], []
+    for _ in range(effort.repeats):
+        short, _ = run(programs)
+        long, submitted = run(2 * programs)
+        # On a busy host twice the work can seem to take less time; such a sample keeps its constant part instead.
+        slopes.append((long - short if long > short else long / 2) / programs)
+        dispatch.append(submitted / (2 * programs))
+    slopes.sort()
+    seconds, submit = statistics.median(slopes), statistics.median(dispatch)
+    tenth = len(slopes) // 10
+    return Timing(
+        seconds / calls,
+        slopes[tenth] / calls,
+        slopes[-1 - tenth] / calls,
+        effort.repeats,
+        calls,
+        programs,
+        submit / calls,
+        submit > 0.8 * seconds,
+    )
