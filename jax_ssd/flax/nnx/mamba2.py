@@ -8,10 +8,9 @@ name says x, z, dt or out is laid out head-major, so one mesh axis can cut them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, overload
 
 import jax
@@ -19,15 +18,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
+from jax_ssd.flax.nnx.norm import GatedRMSNorm
+from jax_ssd.flax.nnx.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    batch_of_token,
+    head_count,
+    initial_dt_bias,
+    preferences,
+    require_features,
+    sums_of_small_projections,
+    uniform_fan_in,
+)
 from jax_ssd.mamba2.api import mamba2, mamba2_step
-from jax_ssd.norm import rms_norm_gated
-
-Initializer = Callable[..., jax.Array]
-Metadata = Mapping[str, Any]
-NO_METADATA: Metadata = MappingProxyType({})
-
-uniform_fan_in: Initializer = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""Uniform in +-1/sqrt(fan_in), what the original model starts its projections from."""
 
 
 def _uniform_width(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -96,34 +100,6 @@ class CausalConv1d(nnx.Module):
 
     def _bias(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]
-
-
-class GatedRMSNorm(nnx.Module):
-    """``rms_norm_gated`` with its ``scale [features]``, kept in float32."""
-
-    def __init__(
-        self,
-        features: int,
-        *,
-        group_size: int | None = None,
-        norm_before_gate: bool = False,
-        epsilon: float = 1e-5,
-        scale_metadata: Metadata = NO_METADATA,
-    ):
-        self.scale = nnx.Param(jnp.ones((features,), jnp.float32), **scale_metadata)
-        self.group_size = group_size
-        self.norm_before_gate = norm_before_gate
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        return rms_norm_gated(
-            x,
-            z,
-            self.scale[...],
-            eps=self.epsilon,
-            group_size=self.group_size,
-            norm_before_gate=self.norm_before_gate,
-        )
 
 
 class Mamba2(nnx.Module):
@@ -207,9 +183,8 @@ class Mamba2(nnx.Module):
         rngs: nnx.Rngs,
     ):
         inner = expand * in_features
-        _check_sizes(in_features, inner, head_dim, num_groups)
         self.in_features = in_features
-        self.heads = inner // head_dim
+        self.heads = head_count(in_features, inner, head_dim, num_groups)
         self.head_dim = head_dim
         self.num_groups = num_groups
         self.state_dim = state_dim
@@ -220,9 +195,7 @@ class Mamba2(nnx.Module):
         self.param_dtype = param_dtype
         self.state_dtype = state_dtype
         self.precision = precision
-        self.implementation = (
-            implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-        )
+        self.implementation = preferences(implementation)
 
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
         project = partial(linear, in_features, use_bias=use_bias, kernel_init=kernel_init)
@@ -231,12 +204,11 @@ class Mamba2(nnx.Module):
         self.x_proj = project(inner, kernel_metadata=kernel_metadata, bias_metadata=head_metadata)
         self.B_proj = project(grouped, kernel_metadata=group_kernel_metadata)
         self.C_proj = project(grouped, kernel_metadata=group_kernel_metadata)
-        # A handful of columns that are exponentiated later: in 16-bit models they are worth their float32 sums.
         self.dt_proj = project(
             self.heads,
             kernel_metadata=kernel_metadata,
             bias_metadata=head_metadata,
-            preferred_element_type=jnp.float32 if _is_16_bit(dtype) else None,
+            preferred_element_type=sums_of_small_projections(dtype),
         )
 
         conv = partial(
@@ -252,7 +224,7 @@ class Mamba2(nnx.Module):
         self.C_conv = conv(grouped)
 
         self.A_log = nnx.Param(_init_A_log(rngs.params(), self.heads, A_init_range), **head_metadata)
-        self.dt_bias = nnx.Param(_init_dt_bias(rngs.params(), self.heads, dt_init), **head_metadata)
+        self.dt_bias = nnx.Param(initial_dt_bias(rngs.params(), self.heads, dt_init), **head_metadata)
         D_shape = (self.heads, head_dim) if per_channel_D else (self.heads,)
         self.D = nnx.Param(jnp.ones(D_shape, jnp.float32), **head_metadata)
 
@@ -309,7 +281,7 @@ class Mamba2(nnx.Module):
         Returns:
           ``[..., seq, in_features]``, or that and the carry.
         """
-        self._check_input(x)
+        require_features(x, self.in_features)
         operands, z, windows = self._scan_operands(x, segment_ids, initial_carry)
         y, ssm = mamba2(
             **operands,
@@ -332,12 +304,12 @@ class Mamba2(nnx.Module):
         ``mamba2(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
         other on what a trained layer really feeds it.
         """
-        self._check_input(x)
+        require_features(x, self.in_features)
         return self._scan_operands(x, None, None)[0]
 
     def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
-        self._check_input(x)
+        require_features(x, self.in_features)
         z, values, B, C, dt = self._project(x)
         conv_x, values = self.x_conv.step(carry.conv_x, values)
         conv_B, B = self.B_conv.step(carry.conv_B, B)
@@ -353,12 +325,7 @@ class Mamba2(nnx.Module):
           rngs: not used; taken so that the layer can stand where a Flax recurrent cell does.
         """
         del rngs
-        if not input_shape or input_shape[-1] != self.in_features:
-            raise ValueError(
-                f"input_shape must be that of one token, (..., in_features) = (..., {self.in_features}), "
-                f"got {tuple(input_shape)}."
-            )
-        batch = tuple(input_shape[:-1])
+        batch = batch_of_token(input_shape, self.in_features)
         dtype = self.param_dtype if self.dtype is None else self.dtype
         history = self.conv_width - 1
         grouped = self.num_groups * self.state_dim
@@ -410,31 +377,6 @@ class Mamba2(nnx.Module):
     def _per_group(self, x: jax.Array) -> jax.Array:
         return x.reshape((*x.shape[:-1], self.num_groups, self.state_dim))
 
-    def _check_input(self, x: jax.Array) -> None:
-        if x.ndim < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x must end in in_features = {self.in_features} features, got shape {x.shape}.")
-
 
 def _init_A_log(key: jax.Array, heads: int, bounds: tuple[float, float]) -> jax.Array:
     return jnp.log(jax.random.uniform(key, (heads,), jnp.float32, *bounds))
-
-
-def _init_dt_bias(key: jax.Array, heads: int, init: tuple[float, float, float]) -> jax.Array:
-    """The inverse softplus of a dt drawn log-uniformly."""
-    low, high, floor = init
-    dt = jnp.exp(jax.random.uniform(key, (heads,), jnp.float32, math.log(low), math.log(high)))
-    dt = jnp.maximum(dt, jnp.float32(floor))
-    return dt + jnp.log(-jnp.expm1(-dt))
-
-
-def _is_16_bit(dtype: Any) -> bool:
-    return dtype is not None and jnp.dtype(dtype).itemsize == 2
-
-
-def _check_sizes(in_features: int, inner: int, head_dim: int, num_groups: int) -> None:
-    if inner % head_dim:
-        raise ValueError(
-            f"head_dim must divide expand * in_features = {inner}, got head_dim = {head_dim} for {in_features=}."
-        )
-    if (inner // head_dim) % num_groups:
-        raise ValueError(f"num_groups must divide the {inner // head_dim} heads, got {num_groups}.")

@@ -1,0 +1,316 @@
+"""Mamba-3 as a Flax NNX layer, SISO and MIMO.
+
+The input projection is stored split by role, as in Mamba-2: z, x, dt, A and trap follow the heads, B, C and the angles
+are shared by all heads of a group, and one mesh axis can cut everything that is head-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ssd.flax.nnx.norm import GatedRMSNorm
+from jax_ssd.flax.nnx.parameters import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    batch_of_token,
+    head_count,
+    initial_dt_bias,
+    preferences,
+    require_features,
+    sums_of_small_projections,
+    uniform_fan_in,
+)
+from jax_ssd.mamba3.api import MAX_RANK, Mamba3Schedule, Mamba3State, Rotary, mamba3, mamba3_schedule, mamba3_step
+
+
+class Mamba3(nnx.Module):
+    """The Mamba-3 layer: projections, norms of B and C, the scan with its gate, output projection.
+
+    With ``inner = expand * in_features`` split into ``heads = inner / head_dim`` and R ranks (1 for SISO)::
+
+        z, x, B, C, dt, A, trap, angles = in_proj(u)
+        q, k = rms_norm(C), rms_norm(B)                   over state_dim, before the bias of each head
+        dt = softplus(dt + dt_bias)                       adt = min(-act(A), -A_floor) dt
+        y = mamba3(q, k, x, C_bias, B_bias, mimo_x, mimo_o, angles, adt, dt, trap, z=z, mimo_z=mimo_z, D=D)
+        out = out_proj(y)
+
+    Shapes: ``u [..., seq, in_features]`` -> ``[..., seq, in_features]``. There is no convolution. Projections compute
+    in ``dtype`` (None: that of inputs and parameters, promoted); biases, rank weights, ``dt_bias``, ``D`` and the
+    norms' scales are float32 parameters, and step sizes, angles, decays and the state are float32 inside.
+
+    A token at a time, as the body of a scan::
+
+        carry, y = jax.lax.scan(layer.step, layer.initialize_carry((batch, in_features)), u_time_major)
+
+    Args:
+      in_features: features of input and output.
+      state_dim, head_dim, expand, num_groups: the sizes N (even), P, inner / in_features, G (a divisor of the heads).
+      mimo_rank: R from 1 to 8 of a MIMO layer; None is SISO, which has no rank weights.
+      rope_fraction: of state_dim that rotates, in [0, 1]; rounded down to whole pairs.
+      rotary: ``"pairwise"`` or ``"half"``, as in ``jax_ssd.mamba3``; None: pairwise for SISO, half for MIMO, as the
+        original layers have it.
+      A_map, A_floor: act and the floor of ``jax_ssd.mamba3_schedule``; "softplus" is that of all released checkpoints.
+      chunk_size: tokens per chunk of the scan, None lets the implementation choose; results do not depend on it.
+      dt_init: ``(min, max, floor)``; softplus(dt_bias) starts log-uniform in [min, max], at least floor.
+      use_norm: normalise each head's output by its root mean square, before the gate and rank by rank.
+      norm_epsilon: of that norm and those of B and C.
+      dtype, param_dtype: compute and storage dtype of the projections.
+      key_dtype: dtype in which the carry keeps the last key; its angle and matrix are float32, its value as computed.
+      precision: of the projections and, where an implementation has a choice, of the scan.
+      kernel_init, out_kernel_init: initialisers; the defaults are the original model's.
+      kernel_metadata: for the z, x, dt, A and trap kernels ``[in_features, head-major]``, e.g.
+        ``{"out_sharding": (None, "heads")}``.
+      group_kernel_metadata: for the B and C kernels ``[in_features, ranks * groups * state_dim]`` and that of the
+        angles ``[in_features, pairs]``.
+      out_kernel_metadata: for the output kernel ``[head-major, in_features]``.
+      head_metadata: for parameters whose first axis is head-major: dt_bias, D, B_bias and C_bias, the rank weights, the
+        output norm's scale.
+      implementation: of ``jax_ssd.mamba3`` and its step; None picks the fastest that accepts.
+      rngs: random keys; stream ``params``.
+
+    Raises:
+      ValueError: sizes that do not divide each other, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        state_dim: int = 128,
+        head_dim: int = 64,
+        expand: int = 2,
+        num_groups: int = 1,
+        mimo_rank: int | None = None,
+        rope_fraction: float = 0.5,
+        rotary: Rotary | None = None,
+        A_map: Literal["softplus", "heavy_tailed"] = "softplus",
+        A_floor: float = 1e-4,
+        chunk_size: int | None = None,
+        dt_init: tuple[float, float, float] = (1e-3, 1e-1, 1e-4),
+        use_norm: bool = False,
+        norm_epsilon: float = 1e-5,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        key_dtype: Any = jnp.float32,
+        precision: Literal["default", "highest"] | None = None,
+        kernel_init: Initializer = uniform_fan_in,
+        out_kernel_init: Initializer = uniform_fan_in,
+        kernel_metadata: Metadata = NO_METADATA,
+        group_kernel_metadata: Metadata = NO_METADATA,
+        out_kernel_metadata: Metadata = NO_METADATA,
+        head_metadata: Metadata = NO_METADATA,
+        implementation: str | Sequence[str] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        inner = expand * in_features
+        self.in_features = in_features
+        self.heads = head_count(in_features, inner, head_dim, num_groups)
+        self.head_dim = head_dim
+        self.num_groups = num_groups
+        self.state_dim = state_dim
+        self.mimo_rank = mimo_rank
+        self.pairs = _pairs(state_dim, rope_fraction)
+        self.rotary: Rotary = rotary or ("pairwise" if mimo_rank is None else "half")
+        self.A_map: Literal["softplus", "heavy_tailed"] = A_map
+        self.A_floor = A_floor
+        self.chunk_size = chunk_size
+        self.norm_epsilon = norm_epsilon
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.key_dtype = key_dtype
+        self.precision = precision
+        self.implementation = preferences(implementation)
+        ranks = self._ranks = _ranks(mimo_rank)
+
+        linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, precision=precision)
+        project = partial(linear, in_features, kernel_init=kernel_init, rngs=rngs)
+        # A handful of columns that are exponentiated or summed up over the sequence.
+        small = partial(project, preferred_element_type=sums_of_small_projections(dtype))
+        grouped = (mimo_rank or 1) * num_groups * state_dim
+        self.z_proj = project(inner, kernel_metadata=kernel_metadata)
+        self.x_proj = project(inner, kernel_metadata=kernel_metadata)
+        self.B_proj = project(grouped, kernel_metadata=group_kernel_metadata)
+        self.C_proj = project(grouped, kernel_metadata=group_kernel_metadata)
+        self.dt_proj = small(self.heads, kernel_metadata=kernel_metadata)
+        self.A_proj = small(self.heads, kernel_metadata=kernel_metadata)
+        self.trap_proj = small(self.heads, kernel_metadata=kernel_metadata)
+        self.angle_proj = small(self.pairs, kernel_metadata=group_kernel_metadata)
+
+        def filled(value: float, *shape: int) -> nnx.Param:
+            return nnx.Param(jnp.full((self.heads, *shape), value, jnp.float32), **head_metadata)
+
+        self.dt_bias = nnx.Param(initial_dt_bias(rngs.params(), self.heads, dt_init), **head_metadata)
+        self.D = filled(1)
+        self.B_bias = filled(1, *ranks, state_dim)
+        self.C_bias = filled(1, *ranks, state_dim)
+        self.B_norm = GatedRMSNorm(state_dim, epsilon=norm_epsilon)
+        self.C_norm = GatedRMSNorm(state_dim, epsilon=norm_epsilon)
+        self.mimo_x: nnx.Param | None = nnx.data(None)
+        self.mimo_z: nnx.Param | None = nnx.data(None)
+        self.mimo_o: nnx.Param | None = nnx.data(None)
+        if mimo_rank is not None:
+            self.mimo_x = filled(1 / mimo_rank, *ranks, head_dim)
+            self.mimo_z = filled(1, *ranks, head_dim)
+            self.mimo_o = filled(1 / mimo_rank, *ranks, head_dim)
+        self.norm: GatedRMSNorm | None = nnx.data(None)
+        if use_norm:  # runs inside the scan, which takes its scale
+            self.norm = GatedRMSNorm(
+                inner,
+                group_size=head_dim,
+                norm_before_gate=True,
+                epsilon=norm_epsilon,
+                scale_metadata=head_metadata,
+            )
+        self.out_proj = linear(
+            inner, in_features, kernel_init=out_kernel_init, kernel_metadata=out_kernel_metadata, rngs=rngs
+        )
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens: jax.Array | None = None,
+        initial_carry: Mamba3State | None = None,
+        return_carry: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens: jax.Array | None = None,
+        initial_carry: Mamba3State | None = None,
+        return_carry: Literal[True],
+    ) -> tuple[jax.Array, Mamba3State]: ...
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens: jax.Array | None = None,
+        initial_carry: Mamba3State | None = None,
+        return_carry: bool = False,
+    ) -> jax.Array | tuple[jax.Array, Mamba3State]:
+        """Runs the layer over a sequence.
+
+        Args:
+          x: ``[..., seq, in_features]``.
+          cu_seqlens: ``[sequences + 1]`` integers, where each of the sequences packed into ``x [1, seq, in_features]``
+            begins, and seq; carries then have the sequences as their leading axis. None: one sequence per row.
+          initial_carry: what earlier tokens left; None starts from zeros.
+          return_carry: also return the carry after the last token, for the next piece or for ``step``.
+
+        Returns:
+          ``[..., seq, in_features]``, or that and the carry.
+        """
+        require_features(x, self.in_features)
+        y, state = mamba3(
+            **self.scan_operands(x),
+            initial_state=initial_carry,
+            cu_seqlens=cu_seqlens,
+            return_final_state=True,
+            chunk_size=self.chunk_size,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        out = self._emit(y)
+        return (out, state._replace(k=state.k.astype(self.key_dtype))) if return_carry else out
+
+    def scan_operands(self, x: jax.Array) -> dict[str, Any]:
+        """The arguments of ``jax_ssd.mamba3`` when the layer reads ``x [..., seq, in_features]``.
+
+        ``mamba3(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
+        other on what a trained layer really feeds it.
+        """
+        require_features(x, self.in_features)
+        return self._operands(x, self._schedule(x))
+
+    def step(self, carry: Mamba3State, x: jax.Array) -> tuple[Mamba3State, jax.Array]:
+        """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
+        require_features(x, self.in_features)
+        angles, *rest = self._schedule(x[..., None, :])
+        schedule = Mamba3Schedule(angles[..., 0, :, :], *(a[..., 0] for a in rest))
+        carry, y = mamba3_step(carry, **self._operands(x, schedule), implementation=self.implementation)
+        return carry, self._emit(y)
+
+    def initialize_carry(self, input_shape: Sequence[int], rngs: nnx.Rngs | None = None) -> Mamba3State:
+        """The carry before the first token, all zeros.
+
+        Args:
+          input_shape: shape of one token, ``(..., in_features)``.
+          rngs: not used; taken so that the layer can stand where a Flax recurrent cell does.
+        """
+        del rngs
+        batch = batch_of_token(input_shape, self.in_features)
+        return Mamba3State(
+            angle=jnp.zeros((*batch, self.heads, self.pairs), jnp.float32),
+            ssm=jnp.zeros((*batch, self.heads, self.head_dim, self.state_dim), jnp.float32),
+            k=jnp.zeros((*batch, self.heads, *self._ranks, self.state_dim), self.key_dtype),
+            v=jnp.zeros((*batch, self.heads, self.head_dim), self.param_dtype if self.dtype is None else self.dtype),
+        )
+
+    def _schedule(self, x: jax.Array) -> Mamba3Schedule:
+        return mamba3_schedule(
+            self.dt_proj(x),
+            self.A_proj(x),
+            self.trap_proj(x),
+            self.angle_proj(x),
+            self.dt_bias[...],
+            A_floor=self.A_floor,
+            A_map=self.A_map,
+        )
+
+    def _operands(self, x: jax.Array, schedule: Mamba3Schedule) -> dict[str, Any]:
+        """What sequence and step have in common; arrays ``[..., features]`` are split into heads, ranks and groups."""
+        lead = x.shape[:-1]
+        per_group = (*lead, *self._ranks, self.num_groups, self.state_dim)
+        per_head = (*lead, self.heads, self.head_dim)
+        return {
+            "q": self.C_norm(self.C_proj(x).reshape(per_group)),
+            "k": self.B_norm(self.B_proj(x).reshape(per_group)),
+            "v": self.x_proj(x).reshape(per_head),
+            "q_bias": self.C_bias[...],
+            "k_bias": self.B_bias[...],
+            "mimo_v": _value(self.mimo_x),
+            "mimo_o": _value(self.mimo_o),
+            **schedule._asdict(),
+            "z": self.z_proj(x).reshape(per_head),
+            "mimo_z": _value(self.mimo_z),
+            "D": self.D[...],
+            "norm_weight": None if self.norm is None else self.norm.scale[...],
+            "norm_eps": self.norm_epsilon,
+            "rotary": self.rotary,
+        }
+
+    def _emit(self, y: jax.Array) -> jax.Array:
+        return self.out_proj(y.reshape((*y.shape[:-2], self.heads * self.head_dim)))
+
+
+def _value(parameter: nnx.Param | None) -> jax.Array | None:
+    return None if parameter is None else parameter[...]
+
+
+def _ranks(mimo_rank: int | None) -> tuple[int, ...]:
+    """The rank axis of a layer's arrays: SISO has none."""
+    if mimo_rank is None:
+        return ()
+    if not 1 <= mimo_rank <= MAX_RANK:
+        raise ValueError(f"mimo_rank must be from 1 to {MAX_RANK}, or None for SISO, got {mimo_rank}.")
+    return (mimo_rank,)
+
+
+def _pairs(state_dim: int, rope_fraction: float) -> int:
+    if state_dim % 2:
+        raise ValueError(f"state_dim must be even, as its coordinates rotate in pairs, got {state_dim}.")
+    if not 0 <= rope_fraction <= 1:
+        raise ValueError(f"rope_fraction must be from 0 to 1, got {rope_fraction}.")
+    return int(state_dim * rope_fraction) // 2

@@ -1,0 +1,38 @@
+"""The norm of both layers as a module."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ssd.flax.nnx.parameters import NO_METADATA, Metadata
+from jax_ssd.norm import rms_norm_gated
+
+
+class GatedRMSNorm(nnx.Module):
+    """``rms_norm_gated`` with its ``scale [features]``, kept in float32; without z it is a plain norm."""
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        epsilon: float = 1e-5,
+        scale_metadata: Metadata = NO_METADATA,
+    ):
+        self.scale = nnx.Param(jnp.ones((features,), jnp.float32), **scale_metadata)
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array, z: jax.Array | None = None) -> jax.Array:
+        return rms_norm_gated(
+            x,
+            z,
+            self.scale[...],
+            eps=self.epsilon,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+        )
