@@ -10,6 +10,9 @@ from collections.abc import Sequence
 _COMMANDS = {
     "doctor": "what is installed, what would run here, and how to get what is missing",
     "check": "compare the implementations on this machine",
+    "compile": "fill the kernel cache ahead of time, with or without a GPU",
+    "tune": "measure tile choices on this GPU and keep the fastest",
+    "bench": "measure against other libraries (from a checkout)",
 }
 
 

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -110,17 +110,19 @@ def _collect_modules(name: str, path: Path, found: dict[str, str]) -> None:
             _collect_modules(imported, imported_path, found)
 
 
-def _imports(text: str, package: str) -> Iterator[str]:
+@cache
+def _imports(text: str, package: str) -> tuple[str, ...]:
     """Every name that may be an imported module: of `from a import b`, both a and a.b."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             base = parents[: len(parents) - node.level + 1] if node.level else []
             source = ".".join([*base, node.module] if node.module else base)
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
+            found += [source, *(f"{source}.{alias.name}" for alias in node.names)]
+    return tuple(dict.fromkeys(found))
 
 
 def _module_path(name: str) -> Path | None:

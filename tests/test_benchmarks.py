@@ -112,7 +112,7 @@ def test_cases_are_found_by_name_prefix_and_size():
     assert len(cases.find("sweep*")) == 20
     (made,) = cases.find("mine=1,128,2,4,16,8,float32")
     assert (made.batch, made.seq, made.groups, made.heads, made.state, made.head_dim) == (1, 128, 2, 4, 16, 8)
-    with pytest.raises(ValueError, match="no case called 'frist'"):
+    with pytest.raises(ValueError, match="no size called 'frist'"):
         cases.find("frist")
     with pytest.raises(ValueError, match="multiple of groups"):
         cases.find("mine=1,128,3,4,16,8")

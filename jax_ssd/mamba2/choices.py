@@ -46,7 +46,7 @@ def _backward_values(p: Problem) -> Values:
     parts = power_of_two(p.state, SMALLEST_STATE_TILE) // SMALLEST_STATE_TILE
     return {
         "chunk": _chunks(p, plan_backward.LARGEST_CHUNK),
-        "head_slices": [n for n in (1, 2, 4, 8, 16) if n <= p.heads],
+        "head_slices": [n for n in range(1, 17) if p.heads % n == 0],
         "segments": _around(start.segments, math.ceil(p.seq / start.chunk)),
         "tokens_occupancy": OCCUPANCIES,
         "states_occupancy": OCCUPANCIES,
@@ -74,11 +74,11 @@ def _fitting(p: Problem, chunk: int) -> int:
 
 
 def _chunks(p: Problem, largest: int) -> list[int]:
-    """Those whose tiles fit, see plan.CHUNK_BYTES: the compiler takes minutes over larger ones."""
+    """The largest whose tiles fit, see plan.CHUNK_BYTES: the compiler takes minutes over larger ones."""
     if p.chunk_size is not None:
         return []
     row = plan.row_bytes(p)
-    return [n for n in (16, 32, 64, 128) if n <= largest and n * row <= plan.CHUNK_BYTES]
+    return [n for n in (16, 32, 64, 128) if n <= largest and n * row <= plan.CHUNK_BYTES][-3:]
 
 
 def _around(segments: int, chunks: int) -> list[int]:

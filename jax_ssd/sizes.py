@@ -1,0 +1,179 @@
+"""Named sizes of the operators: those of published models, the benchmarks' and the sweep of state against length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from jax_ssd.mamba2.api import mamba2, mamba2_step
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of an operator: Mamba-2, or with a rank Mamba-3 (1 is SISO, more is MIMO).
+
+    x is [batch, seq, heads, head_dim], B and C [batch, seq, groups, state]; Mamba-3 calls them v, k and q. With
+    `softplus` the call carries a dt_bias and applies softplus, as a model layer does; without it dt is the step itself.
+    `seq` is 1 for the step cases.
+    """
+
+    name: str
+    batch: int
+    seq: int
+    groups: int
+    heads: int
+    state: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    softplus: bool = False
+    source: str = ""
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "seq", "groups", "heads", "state", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"size {self.name!r}: {field} must be at least 1, got {getattr(self, field)}")
+        if self.heads % self.groups:
+            raise ValueError(f"size {self.name!r}: heads={self.heads} must be a multiple of groups={self.groups}")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"size {self.name!r}: dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _models() -> list[Size]:
+    """Mixer sizes of published models (heads, head_dim, groups, state), two rows of 4096 tokens."""
+    sizes = {
+        "mamba2_130m": (24, 64, 1, 128, "state-spaces/mamba2-130m"),
+        "mamba2_370m": (32, 64, 1, 128, "state-spaces/mamba2-370m"),
+        "mamba2_780m": (48, 64, 1, 128, "state-spaces/mamba2-780m"),
+        "mamba2_1.3b": (64, 64, 1, 128, "state-spaces/mamba2-1.3b"),
+        "mamba2_2.7b": (80, 64, 1, 128, "state-spaces/mamba2-2.7b"),
+        "codestral_7b": (128, 64, 8, 128, "mistralai/Mamba-Codestral-7B-v0.1"),
+        "nemotron_h_8b": (128, 64, 8, 128, "nvidia/Nemotron-H-8B"),
+        "bamba_9b": (128, 64, 1, 128, "ibm-ai-platform/Bamba-9B"),
+        "zamba2_7b": (112, 64, 2, 64, "Zyphra/Zamba2-7B"),
+        "falcon_h1_7b": (24, 128, 1, 256, "tiiuae/Falcon-H1-7B"),
+    }
+    return [
+        Size(name, 2, 4096, groups, heads, state, head_dim, softplus=True, source=source)
+        for name, (heads, head_dim, groups, state, source) in sizes.items()
+    ]
+
+
+def _mamba3() -> list[Size]:
+    """The shapes that upstream's kernels are tuned for, and one long row against many of the same tokens."""
+    sizes = {"first": (4, 2048, 32), "wide": (8, 4096, 32), "few": (4, 2048, 8), "long": (1, 131072, 32)}
+    sizes |= {"rows": (8, 16384, 32)}
+    kinds = {"siso": 1, "mimo": 4}
+    return [
+        Size(f"{kind}_{name}", batch, seq, 1, heads, 128, 64, rank=rank)
+        for kind, rank in kinds.items()
+        for name, (batch, seq, heads) in sizes.items()
+    ] + [
+        Size("mimo_first_f32", 4, 2048, 1, 32, 128, 64, dtype="float32", rank=4),
+        Size("mimo_few_f32", 4, 2048, 1, 8, 128, 64, dtype="float32", rank=4),
+        Size("tiny_siso", 2, 50, 1, 4, 16, 8, dtype="float32", rank=1),
+        Size("tiny_mimo", 2, 50, 2, 4, 16, 8, dtype="float32", rank=2),
+    ]
+
+
+def _sweep() -> list[Size]:
+    """State size against length: four rows of eight heads."""
+    return [
+        Size(f"sweep_n{state}_t{seq >> 10}k", 4, seq, 1, 8, state, 64)
+        for state in (64, 128, 256, 512)
+        for seq in (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
+    ]
+
+
+SIZES: dict[str, Size] = {
+    size.name: size
+    for size in [
+        Size("tiny", 2, 100, 1, 4, 16, 8, dtype="float32"),
+        Size("tiny_softplus", 2, 100, 2, 4, 16, 8, dtype="float32", softplus=True),
+        Size("tiny_step", 2, 1, 1, 4, 16, 8, dtype="float32"),
+        Size("first", 4, 16384, 1, 8, 128, 64),
+        Size("first_f32", 4, 16384, 1, 8, 128, 64, dtype="float32"),
+        Size("wide", 8, 4096, 1, 80, 128, 64),
+        Size("long_prompt", 1, 131072, 8, 128, 128, 64),
+        Size("short_rows", 4096, 16, 1, 24, 128, 64),
+        Size("step", 128, 1, 1, 80, 128, 64),
+        Size("step_b1", 1, 1, 1, 80, 128, 64),
+        Size("cpu_train", 2, 1024, 1, 16, 64, 32, dtype="float32", softplus=True),
+        *_sweep(),
+        *_models(),
+        *_mamba3(),
+    ]
+}
+
+
+def find(text: str) -> list[Size]:
+    """Sizes for one word of the command line.
+
+    A name or its end ("130m"), a prefix ending in "*", "models" for the published models, or
+    name=B,T,G,H,N,P[,dtype].
+
+    Raises:
+      ValueError: it means none.
+    """
+    if "=" in text:
+        name, _, sizes = text.partition("=")
+        words = sizes.split(",")
+        if len(words) not in (6, 7):
+            raise ValueError(f"size {text!r}: expected name=B,T,G,H,N,P or name=B,T,G,H,N,P,dtype")
+        batch, seq, groups, heads, state, head_dim = (int(word) for word in words[:6])
+        size = Size(name, batch, seq, groups, heads, state, head_dim)
+        return [replace(size, dtype=words[6])] if len(words) == 7 else [size]
+    if text == "models":
+        found = [size for size in SIZES.values() if size.source]
+    elif text.endswith("*"):
+        found = [size for name, size in SIZES.items() if name.startswith(text[:-1])]
+    else:
+        found = [SIZES[text]] if text in SIZES else [s for name, s in SIZES.items() if name.endswith("_" + text)]
+    if not found:
+        raise ValueError(f"no size called {text!r}; known: models, {', '.join(SIZES)}")
+    return found
+
+
+def programs(size: Size) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]]:
+    """What a program at this size calls, with arguments to trace it with: forward and backward, and a step.
+
+    Raises:
+      ValueError: a size of Mamba-3.
+    """
+    if size.rank:
+        raise ValueError(f"size {size.name!r} is one of Mamba-3, of which no call is known here; trace your own one")
+    wide = ("dt", "A", "D", "dt_bias", "state")
+    tokens, group = (size.batch, size.seq, size.heads, size.head_dim), (size.batch, size.seq, size.groups, size.state)
+    per_head = (size.heads,)
+    shapes = {"x": tokens, "dt": tokens[:3], "A": per_head, "B": group, "C": group, "D": per_head}
+    shapes |= {"dt_bias": per_head} if size.softplus else {}
+
+    def structs(given: dict[str, tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(s, "float32" if name in wide else size.dtype) for name, s in given.items())
+
+    def scan(*operands: jax.Array) -> jax.Array:
+        return mamba2(**dict(zip(shapes, operands, strict=True)), dt_softplus=size.softplus)
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return scan(*operands).astype("float32").sum()
+
+    def step(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mamba2_step(**dict(zip(of_step, operands, strict=True)), dt_softplus=size.softplus)
+
+    of_step = {"state": (size.batch, *tokens[2:], size.state)}
+    of_step |= {name: shape if len(shape) == 1 else (shape[0], *shape[2:]) for name, shape in shapes.items()}
+    made = {"step": (step, structs(of_step))}
+    if size.seq == 1:
+        return made
+    gradient = jax.grad(loss, argnums=tuple(range(len(shapes))))
+    return {"forward": (scan, structs(shapes)), "backward": (gradient, structs(shapes)), **made}
