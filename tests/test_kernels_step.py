@@ -1,4 +1,4 @@
-"""The step kernel in the tile emulator: equal to one token of the float64 scan, in place, for all options."""
+"""The step kernels: cuTile in the tile emulator, equal to one token of the float64 scan; the plans of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_ssd import config
-from jax_ssd.mamba2 import plan
+from jax_ssd.mamba2 import plan, plan_cuda_step
 from jax_ssd.mamba2.problem import Problem
 from tests import scan_float64, tile_emulator
 from tests.scan_float64 import error, problem, random_operands
@@ -63,8 +63,9 @@ def test_a_large_softplus_step():
     assert tile_emulator.run(plan.step(p), one)["y"].item() == pytest.approx(25.7788008, rel=3e-7)
 
 
-def test_one_launch_reads_and_writes_the_state_once():
-    made = plan.step(step_problem(batch=64, heads=80, head_dim=64, state=128, dtype="bfloat16", groups=1))
+@pytest.mark.parametrize("planned", [plan.step, plan_cuda_step.step])
+def test_one_launch_reads_and_writes_the_state_once(planned):
+    made = planned(step_problem(batch=64, heads=80, head_dim=64, state=128, dtype="bfloat16", groups=1))
     assert len(made.launches) == 1
     assert made.aliases == {"state": "new_state"}
     assert made.scratch == ()
@@ -87,3 +88,61 @@ MODEL = {"batch": 8, "heads": 24, "head_dim": 64, "groups": 1, "state": 128, "dt
 def test_compiles(arch):
     compile_plan(plan.step(step_problem(**MODEL, **EVERY)), arch)
     compile_plan(plan.step(replace(step_problem(**MODEL), groups=24, state=24, state_dtype="bfloat16")), arch)
+
+
+@pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
+def test_cuda_compiles(arch):
+    odd = {"groups": 24, "state": 24, "head_dim": 7, "param_rows": 8}
+    for changes in (EVERY, {**odd, "state_dtype": "bfloat16"}, {**EVERY, **odd, "state": 17, "dtype": "float16"}):
+        compile_cuda(plan_cuda_step.step(step_problem(**{**MODEL, **changes})), arch)
+
+
+def compile_cuda(made: Any, arch: str) -> None:
+    from jax_ssd import compile as kernels
+    from jax_ssd import nvrtc
+
+    if nvrtc.missing():
+        pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
+    made.check(arch)
+    (cubin,) = kernels.compile_launches([(one.kernel, made.compile_arguments(one)) for one in made.launches], arch)
+    assert [size for _, size in cubin.parameters] == made.parameter_sizes(made.launches[0])
+
+
+def test_cuda_plan_says_what_runs():
+    made = plan_cuda_step.step(step_problem(**{**MODEL, "batch": 128, "heads": 80, "has_D": True}))
+    text = made.describe()
+    assert "launch mamba2_step<__nv_bfloat16, float, float, 80, 1, 64, 128, true, true, false," in text
+    assert "on grid 10240 x 1 x 1, block 256 x 1 x 1" in text
+    assert "result new_state is written in place of operand state" in text
+
+
+def test_cuda_blocks_fit_and_fill():
+    def blocks(**changes: Any) -> plan_cuda_step.StepBlocks:
+        return plan_cuda_step.step_blocks(step_problem(**{**MODEL, **changes}))
+
+    assert blocks(batch=512).rows == 8
+    assert blocks(batch=512, state=256).rows == 4
+    assert blocks(batch=512, head_dim=12).rows == 4
+    assert blocks(batch=512, state=1000).rows == 1
+    assert blocks(batch=1).rows < 8
+    assert blocks(batch=1).threads < 256
+
+
+@pytest.mark.parametrize("name", ["rows", "threads"])
+def test_cuda_blocks_are_powers_of_two(name):
+    with pytest.raises(ValueError, match=f"StepBlocks.{name} must be a power of two, got 96"):
+        plan_cuda_step.StepBlocks(**{"rows": 4, "threads": 128, name: 96})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float64"}, "takes x in bfloat16, float16, float32, got float64"),
+        ({"dt_dtype": "float64"}, "takes dt in .*, got float64"),
+        ({"state_dtype": "float64"}, "takes a state in .*, got float64"),
+        ({"batch": 2**31, "heads": 8, "head_dim": 1, "state": 1}, "up to 2,147,483,647 .* got 17,179,869,184"),
+    ],
+)
+def test_cuda_refusals_name_the_limit_and_the_figure(changes, said):
+    with pytest.raises(NotImplementedError, match=said):
+        plan_cuda_step.step(step_problem(**changes))

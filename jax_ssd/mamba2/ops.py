@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_ssd import op
-from jax_ssd.mamba2 import chunked, plan, plan_backward, reference
+from jax_ssd.mamba2 import choices, chunked, plan_cuda_step, reference
 from jax_ssd.mamba2.problem import Problem
 
 # Axis letters of every array that an op of this model can take or give; see partition.py.
@@ -212,7 +212,7 @@ FORWARD = op.Definition(
     _forward_letters,
     _forward_abstract,
     _forward_plain,
-    _planned(problem, cutile=plan.forward),
+    _planned(problem, cutile=choices.FORWARD),
     _padding,
 )
 BACKWARD = op.Definition(
@@ -220,11 +220,15 @@ BACKWARD = op.Definition(
     _backward_letters,
     _backward_abstract,
     _backward_plain,
-    _planned(problem, cutile=plan_backward.backward),
+    _planned(problem, cutile=choices.BACKWARD),
     _padding,
 )
 STEP = op.Definition(
-    "mamba2_step", _step_letters, _step_abstract, _step_plain, _planned(_step_problem, cutile=plan.step)
+    "mamba2_step",
+    _step_letters,
+    _step_abstract,
+    _step_plain,
+    _planned(_step_problem, cutile=choices.STEP, cuda=plan_cuda_step.step),
 )
 
 forward = op.define(FORWARD)

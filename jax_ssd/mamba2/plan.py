@@ -261,21 +261,7 @@ def step(problem: Problem, config: StepTiles | None = None) -> Plan:
     """One token: the new state, in the memory of the old one, and y."""
     check_supported(replace(problem, chunk_size=None))
     p, c = problem, config or step_tiles(problem)
-    per_head, group = (p.param_rows, p.heads), (p.batch, p.groups, p.state)
-    shape = (p.batch, p.heads, p.head_dim, p.state)
-    every = (
-        (Buffer("state", shape, p.state_dtype), True),
-        (Buffer("x", shape[:3], p.dtype), True),
-        (Buffer("dt", shape[:2], p.dt_dtype), True),
-        (Buffer("A", per_head, "float32"), True),
-        (Buffer("B", group, p.dtype), True),
-        (Buffer("C", group, p.dtype), True),
-        (Buffer("D", (*per_head, p.head_dim), "float32"), p.has_D),
-        (Buffer("z", shape[:3], p.dtype), p.has_z),
-        (Buffer("dt_bias", per_head, "float32"), p.has_dt_bias),
-    )
-    operands = tuple(buffer for buffer, present in every if present)
-    results = (Buffer("new_state", shape, p.state_dtype), Buffer("y", shape[:3], p.dtype))
+    operands, results = step_buffers(p)
     present = {b.name for b in (*operands, *results)}
     names = ("new_state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "y")
     arrays = [ArrayArg(name if name in present else "x") for name in names]
@@ -298,3 +284,22 @@ def step(problem: Problem, config: StepTiles | None = None) -> Plan:
     ]
     launches = (launch(CuTileKernel("step", "step"), p.batch * head_blocks * blocks, arrays, constants),)
     return Plan("mamba2_step", operands, results, (), launches, {"state": "new_state"})
+
+
+def step_buffers(p: Problem) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """The operands of a step in their canonical order, absent ones left out, and its results."""
+    per_head, group = (p.param_rows, p.heads), (p.batch, p.groups, p.state)
+    shape = (p.batch, p.heads, p.head_dim, p.state)
+    every = (
+        (Buffer("state", shape, p.state_dtype), True),
+        (Buffer("x", shape[:3], p.dtype), True),
+        (Buffer("dt", shape[:2], p.dt_dtype), True),
+        (Buffer("A", per_head, "float32"), True),
+        (Buffer("B", group, p.dtype), True),
+        (Buffer("C", group, p.dtype), True),
+        (Buffer("D", (*per_head, p.head_dim), "float32"), p.has_D),
+        (Buffer("z", shape[:3], p.dtype), p.has_z),
+        (Buffer("dt_bias", per_head, "float32"), p.has_dt_bias),
+    )
+    operands = tuple(buffer for buffer, present in every if present)
+    return operands, (Buffer("new_state", shape, p.state_dtype), Buffer("y", shape[:3], p.dtype))

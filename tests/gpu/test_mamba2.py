@@ -110,29 +110,31 @@ def tokens(case: Case):
     return arrays, time_first
 
 
-def decode(arrays, options=None):
+def decode(arrays, implementation, options=None):
     """A compiled scan of steps: (state, tokens) -> (state, y)."""
 
     def token(state, inputs):
         return jax_ssd.mamba2_step(
-            state, **inputs, A=arrays["A"], D=arrays["D"], dt_softplus=True, implementation="cutile"
+            state, **inputs, A=arrays["A"], D=arrays["D"], dt_softplus=True, implementation=implementation
         )
 
     return jax.jit(lambda state, inputs: jax.lax.scan(token, state, inputs), compiler_options=options)
 
 
+STEPS = pytest.mark.parametrize("implementation", ["cutile", "cuda"])
 CAPTURE = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE", "xla_gpu_graph_min_graph_size": "1"}
 
 
-def test_a_captured_decode_equals_an_uncaptured_one_and_the_sequence():
+@STEPS
+def test_a_captured_decode_equals_an_uncaptured_one_and_the_sequence(implementation):
     case = Case(
         "", batch=4, seq=48, heads=8, head_dim=64, groups=2, state=128, dtype="bfloat16", gate=False, bias=False
     )
     arrays, inputs = tokens(case)
     state = arrays["initial_state"]
     kept = np.asarray(state)
-    last, y = decode(arrays)(state, inputs)
-    captured_last, captured_y = decode(arrays, CAPTURE)(state, inputs)
+    last, y = decode(arrays, implementation)(state, inputs)
+    captured_last, captured_y = decode(arrays, implementation, CAPTURE)(state, inputs)
     np.testing.assert_array_equal(captured_y, y)
     np.testing.assert_array_equal(captured_last, last)
     np.testing.assert_array_equal(state, kept)  # not donated, so untouched
@@ -147,12 +149,13 @@ def test_a_captured_decode_equals_an_uncaptured_one_and_the_sequence():
     assert check.relative_error(steps, np.asarray(whole, float)) < 5e-3
 
 
-def test_the_decode_loop_does_not_copy_the_state():
+@STEPS
+def test_the_decode_loop_does_not_copy_the_state(implementation):
     case = Case(
         "", batch=4, seq=16, heads=8, head_dim=64, groups=2, state=128, dtype="bfloat16", gate=False, bias=False
     )
     arrays, inputs = tokens(case)
-    text = decode(arrays).lower(arrays["initial_state"], inputs).compile().as_text() or ""
+    text = decode(arrays, implementation).lower(arrays["initial_state"], inputs).compile().as_text() or ""
     state = "f32[4,8,64,128]"
     computations = [part for part in text.split("\n\n") if "ENTRY" not in part]
     assert any("jax_ssd.launch" in part for part in computations), "the step runs in the loop's body"
@@ -161,11 +164,12 @@ def test_the_decode_loop_does_not_copy_the_state():
     assert not copies, copies
 
 
-def test_a_16_bit_state_is_kept_in_its_type():
+@STEPS
+def test_a_16_bit_state_is_kept_in_its_type(implementation):
     case = Case("", seq=8, heads=4, head_dim=64, state=64, dtype="bfloat16", gate=False, bias=False)
     arrays, inputs = tokens(case)
-    last, _ = decode(arrays)(arrays["initial_state"].astype(jnp.bfloat16), inputs)
-    reference, _ = decode(arrays)(arrays["initial_state"], inputs)
+    last, _ = decode(arrays, implementation)(arrays["initial_state"].astype(jnp.bfloat16), inputs)
+    reference, _ = decode(arrays, implementation)(arrays["initial_state"], inputs)
     assert last.dtype == jnp.bfloat16
     assert check.relative_error(np.asarray(last, float), np.asarray(reference, float)) < 2e-2
 

@@ -1,0 +1,225 @@
+// One token of Mamba-2: the state is read once and written once, in place.
+//
+//   state = exp(A step) state + (step x) B,   y = (C . state + D x) silu(z),   step = clamp(softplus?(dt + dt_bias))
+//
+// A unit is a power of two of neighbouring lanes, one per 16 bytes of a row of the state where there are enough of
+// them. It owns Rows neighbouring rows (channels of one head), so that a thread has Rows loads of the state under way
+// before it needs the first. Each output is one sum over the lanes in a fixed order that depends on nothing but N.
+
+#include "values.cuh"
+
+namespace {
+
+using jax_ssd::from_float;
+using jax_ssd::to_float;
+
+// What one instruction moves.
+template <int Bytes>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using Type = unsigned;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
+
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__device__ constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+// Width values of T that lie together, in words as wide as possible.
+template <typename T, int Width>
+struct Pack {
+  static constexpr int kWordBytes = smaller(16, Width* int(sizeof(T)));
+  static constexpr int kWords = Width * int(sizeof(T)) / kWordBytes;
+  using Word = typename WordOf<kWordBytes>::Type;
+  Word words[kWords];
+
+  __device__ void load(const T* from) {
+    const Word* source = reinterpret_cast<const Word*>(from);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = source[i];
+  }
+  __device__ void store(T* to) const {
+    Word* target = reinterpret_cast<Word*>(to);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) target[i] = words[i];
+  }
+  __device__ void unpack(float (&values)[Width]) const {
+    T parts[Width];
+    memcpy(parts, words, sizeof(words));
+#pragma unroll
+    for (int i = 0; i < Width; ++i) values[i] = to_float(parts[i]);
+  }
+  __device__ void pack(const float (&values)[Width]) {
+    T parts[Width];
+#pragma unroll
+    for (int i = 0; i < Width; ++i) parts[i] = from_float<T>(values[i]);
+    memcpy(words, parts, sizeof(words));
+  }
+};
+
+// log(1 + exp(v)), exact in both tails; a NaN comes through the second term.
+__device__ float softplus(float v) { return fmaxf(v, 0.0f) + log1pf(expf(-fabsf(v))); }
+
+// Not fminf and fmaxf, which swallow a NaN.
+__device__ float clamp(float v, float low, float high) { return v < low ? low : (v > high ? high : v); }
+
+// The sums over a unit's lanes of Held values in each. While a lane holds more than one, a pair of lanes swaps halves:
+// afterwards lane i holds the sums of rows i * Held / Lanes and following (several lanes the same if Held < Lanes).
+template <int Held, int Offset>
+__device__ void sum_over_lanes(float* values, int lane) {
+  if constexpr (Offset > 0) {
+    if constexpr (Held > 1) {
+      const bool upper = lane & Offset;
+#pragma unroll
+      for (int i = 0; i < Held / 2; ++i) {
+        const float kept = upper ? values[i + Held / 2] : values[i];
+        const float given = upper ? values[i] : values[i + Held / 2];
+        values[i] = kept + __shfl_xor_sync(0xffffffff, given, Offset);
+      }
+    } else {
+      values[0] += __shfl_xor_sync(0xffffffff, values[0], Offset);
+    }
+    sum_over_lanes<larger(1, Held / 2), Offset / 2>(values, lane);
+  }
+}
+
+}  // namespace
+
+// state [batch, Heads, P, N]; x, z, y [batch, Heads, P]; dt [batch, Heads]; B, C [batch, Groups, N];
+// A, dt_bias [1 or batch, Heads]; D [1 or batch, Heads, P]. Absent arrays are not touched.
+// units: batch * Heads * ceil(P / Rows), below 2^31. Rows, Threads: powers of two.
+template <typename Value, typename Dt, typename State, int Heads, int Groups, int P, int N, bool SharedParams,
+          bool HasD, bool HasZ, bool HasBias, bool Softplus, int Rows, int Threads>
+__global__ void __launch_bounds__(Threads)
+    mamba2_step(State* state, const Value* x, const Dt* dt, const float* A, const Value* B, const Value* C,
+                const float* D, const Value* z, const float* dt_bias, Value* y, unsigned units, float low, float high) {
+  constexpr int kWidth = common_divisor(N, 16 / int(sizeof(State)));  // values that one load of the state moves
+  constexpr int kVectors = N / kWidth;
+  constexpr int kLanes = smaller(32, power_of_two(kVectors));
+  constexpr int kPerLane = (kVectors + kLanes - 1) / kLanes;
+  constexpr int kAtOnce = smaller(kPerLane, larger(1, 8 / Rows));  // of them in registers
+  constexpr bool kWholeVectors = kVectors % (kLanes * kAtOnce) == 0;
+  constexpr bool kWholeRows = P % Rows == 0;
+  constexpr int kBlocks = (P + Rows - 1) / Rows;
+  using StatePack = Pack<State, kWidth>;
+  using ValuePack = Pack<Value, kWidth>;
+
+  const int lane = threadIdx.x % kLanes;
+  const unsigned wanted = blockIdx.x * (Threads / kLanes) + threadIdx.x / kLanes;
+  const bool live = wanted < units;
+  const unsigned unit = live ? wanted : units - 1;  // the last block's spare lanes read, for the shuffles' sake
+  const int first = int(unit % kBlocks) * Rows;
+  const unsigned row_and_head = unit / kBlocks;
+  const int head = row_and_head % Heads;
+  const unsigned row = row_and_head / Heads;
+  const int group = head / (Heads / Groups);
+  const long long param = (SharedParams ? 0LL : (long long)row * Heads) + head;
+  const long long channel = (long long)row_and_head * P + first;
+  state += channel * N;
+  B += ((long long)row * Groups + group) * N;
+  C += ((long long)row * Groups + group) * N;
+
+  // The one or more rows whose output this lane writes.
+  constexpr int kHeld = larger(1, Rows / kLanes);
+  constexpr int kSharing = larger(1, kLanes / Rows);  // lanes that hold the same sums
+  const int own = lane / kSharing * kHeld;
+
+  float sums[Rows] = {};
+  float keep, enters[Rows], skip[kHeld], gate[kHeld];
+
+#pragma unroll 1
+  for (int begin = 0; begin < kVectors; begin += kLanes * kAtOnce) {
+    const auto place = [&](int i) { return begin + i * kLanes + lane; };
+    const auto inside = [&](int i, int r) {
+      return (kWholeVectors || place(i) < kVectors) && (kWholeRows || first + r < P);
+    };
+
+    StatePack old[kAtOnce][Rows];
+    ValuePack to_state[kAtOnce], to_output[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        if (inside(i, r)) old[i][r].load(state + (long long)r * N + place(i) * kWidth);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (inside(i, 0)) {
+        to_state[i].load(B + place(i) * kWidth);
+        to_output[i].load(C + place(i) * kWidth);
+      }
+    }
+    Pack<Value, Rows> inputs;
+    if (begin == 0) {
+      if constexpr (kWholeRows) {
+        inputs.load(x + channel);
+      } else {
+#pragma unroll
+        for (int r = 0; r < Rows; ++r) enters[r] = first + r < P ? to_float(x[channel + r]) : 0.0f;
+      }
+    }
+    // The loads above stay above: without a barrier the compiler puts some off until the step is known.
+    __syncthreads();
+    if (begin == 0) {
+      if constexpr (kWholeRows) inputs.unpack(enters);
+      float step = to_float(dt[row_and_head]);
+      if (HasBias) step += dt_bias[param];
+      const float rate = A[param];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const bool there = kWholeRows || first + own + i < P;
+        skip[i] = HasD && there ? D[param * P + first + own + i] * to_float(x[channel + own + i]) : 0.0f;
+        gate[i] = HasZ && there ? to_float(z[channel + own + i]) : 0.0f;
+      }
+      if (Softplus) step = softplus(step);
+      step = clamp(step, low, high);
+      keep = expf(step * rate);
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) enters[r] *= step;
+    }
+
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float b[kWidth], c[kWidth];
+      to_state[i].unpack(b);
+      to_output[i].unpack(c);
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        if (!inside(i, r)) continue;
+        float values[kWidth];
+        old[i][r].unpack(values);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          values[j] = keep * values[j] + enters[r] * b[j];
+          sums[r] += values[j] * c[j];
+        }
+        old[i][r].pack(values);
+        if (live) old[i][r].store(state + (long long)r * N + place(i) * kWidth);
+      }
+    }
+  }
+
+  sum_over_lanes<Rows, kLanes / 2>(sums, lane);
+  if (!live || lane % kSharing != 0) return;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (!kWholeRows && first + own + i >= P) continue;
+    float out = sums[i] + skip[i];
+    if (HasZ) out *= gate[i] / (1.0f + expf(-gate[i]));
+    y[channel + own + i] = from_float<Value>(out);
+  }
+}
