@@ -31,7 +31,6 @@ from jax_ssd.tune import Tunable
 ROUNDS = 2
 FINALISTS = 3
 MARGIN = 0.02  # by which a choice must beat the heuristic's to be preferred: less is noise
-SECONDS = 100.0  # after which nothing new is tried for one plan
 QUICK, CAREFUL = timing.Effort(0.004, 3), timing.Effort(0.02, 7)
 MOST_CALLS = 32  # in one timed program
 # Two choices differ in rounding; what differs by more than this computes something else and is not taken.
@@ -67,7 +66,9 @@ class Tuned:
         )
 
 
-def autotune(function: Callable, *args: Any, force: bool = False, progress: bool = True, **kwargs: Any) -> list[Tuned]:
+def autotune(
+    function: Callable, *args: Any, force: bool = False, progress: bool = True, seconds: float = 100.0, **kwargs: Any
+) -> list[Tuned]:
     """Measures the choices of every kernel that `function(*args, **kwargs)` would run, and keeps the fastest.
 
     The function is traced, not run, so arrays may be jax.ShapeDtypeStruct; kernels are timed on buffers of random
@@ -82,6 +83,7 @@ def autotune(function: Callable, *args: Any, force: bool = False, progress: bool
       *args: its arguments.
       force: measure anew what has a result already.
       progress: show how far it is.
+      seconds: after which nothing new is tried for one plan.
       **kwargs: its keyword arguments. Those that are not arrays are taken as static.
 
     Returns:
@@ -101,7 +103,8 @@ def autotune(function: Callable, *args: Any, force: bool = False, progress: bool
             tried = 0
             if result is None:
                 plan = tunable.make(problem, tunable.heuristic(problem))
-                result = search(tunable, problem, Bench(device, arch, plan, problem), shown.note)
+                bench = Bench(device, arch, plan, problem)
+                result = search(tunable, problem, bench, shown.note, seconds)
                 result["provenance"] = provenance(device, plan)
                 tried = len(result["tried"])
                 tune.store(tunable.op, arch, problem, tunable.implementation, result)
@@ -128,14 +131,14 @@ def plans_of(equations: Iterable[Any]) -> list[tuple[Tunable, Any]]:
     return found
 
 
-def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], None]) -> dict[str, Any]:
+def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], None], seconds: float) -> dict[str, Any]:
     """The fastest choice, its time and the heuristic's, and what was tried; as a record of tune.py holds it."""
     start = tunable.heuristic(problem)
     base = tunable.make(problem, start)
     values = tunable.values(problem)
     programs: dict[Any, Any] = {}
     times: dict[Any, float] = {}
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
 
     def attempt(choices: Iterable[Any]) -> None:
         plans = {choice: plan for choice in choices if choice not in times and (plan := _plan(choice)) is not None}

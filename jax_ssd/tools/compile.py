@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     programs = named_programs(options)
     try:
         archs = options.arch or compile.target_archs()
-        jobs = {arch: requests(programs, config.parse_arch(arch, "--arch")) for arch in archs}
+        jobs = {arch: requests(programs, arch) for arch in (config.parse_arch(arch, "--arch") for arch in archs)}
     except (NotImplementedError, ValueError) as error:
         print(f"jax_ssd compile: {error}")
         return 1

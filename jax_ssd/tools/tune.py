@@ -24,13 +24,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_sizes(made)
     made.add_argument("--force", action="store_true", help="measure anew what was tuned before")
+    made.add_argument("--seconds", type=float, default=100.0, help="after which nothing new is tried for one plan")
     made.add_argument("--output", type=Path, help="file of results (default: JAX_SSD_TUNING_FILE)")
     options = made.parse_args(arguments)
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
     with config.override(**output), contextlib.suppress(KeyboardInterrupt):
         try:
             for _, (function, operands) in named_programs(options):
-                search.autotune(function, *operands, force=options.force)
+                search.autotune(function, *operands, force=options.force, seconds=options.seconds)
         except (NotImplementedError, RuntimeError) as error:
             print(f"jax_ssd tune: {error}")
             return 1
