@@ -138,15 +138,15 @@ def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], N
     values = tunable.values(problem)
     programs: dict[Any, Any] = {}
     times: dict[Any, float] = {}
-    deadline = time.monotonic() + seconds
+    deadline = math.inf  # the heuristic's choice is measured in any case
 
     def attempt(choices: Iterable[Any]) -> None:
         plans = {choice: plan for choice in choices if choice not in times and (plan := _plan(choice)) is not None}
         note(f"{tunable.op} {tunable.implementation}: compiling {len(plans)}")
-        loaded = bench.load(plans, deadline - time.monotonic())
+        loaded = bench.load(plans, deadline)
         for choice in plans:
             times[choice] = math.inf
-            if choice in loaded and (choice == start or time.monotonic() < deadline):
+            if choice in loaded and time.monotonic() < deadline:
                 times[choice] = bench.time(loaded[choice], QUICK)
                 programs[choice] = loaded[choice]
                 note(
@@ -167,7 +167,7 @@ def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], N
             f"{tunable.op} {tunable.implementation} does not run here with its heuristic's choice, {start}: "
             f"{bench.failure}"
         )
-    best = start
+    best, deadline = start, time.monotonic() + seconds
     for _ in range(ROUNDS):
         around = {name: list(_changed(best, name, some)) for name, some in values.items()}
         attempt(choice for choices in around.values() for choice in choices)
@@ -232,22 +232,24 @@ class Bench:
     problem: Any
     sets: list[list[jax.Array]] = field(init=False)
     expected: list[jax.Array] | None = None
-    failure: str = "it compiles too long"  # the last one
+    failure: str = ""  # the last one
 
     def __post_init__(self) -> None:
         calls = timing.calls_per_program(_passed(self.plan), MOST_CALLS)
         with jax.default_device(self.device):
             self.sets = [_operands(self.plan.operands, self.problem, seed) for seed in range(calls)]
 
-    def load(self, plans: dict[Any, Plan], seconds: float) -> dict[Any, Program]:
-        """Those that compile within `seconds`, in parallel. What does not compile is no candidate."""
+    def load(self, plans: dict[Any, Plan], deadline: float) -> dict[Any, Program]:
+        """Those that compile before the deadline, in parallel. What does not compile is no candidate."""
         pool = concurrent.futures.ThreadPoolExecutor(config.settings().compile_jobs, "jax_ssd-tune")
         try:
             # In a copy of this context, where settings may be overridden.
             jobs = {
                 pool.submit(contextvars.copy_context().run, self._load, plan): choice for choice, plan in plans.items()
             }
-            done, _ = concurrent.futures.wait(jobs, timeout=max(seconds, 0))
+            done, _ = concurrent.futures.wait(
+                jobs, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            )
             failed = [job.exception() for job in done if job.exception() is not None]
             self.failure = next(map(str, failed), self.failure)
             return {jobs[job]: job.result() for job in done if job.exception() is None}
@@ -268,7 +270,9 @@ class Bench:
                 for position, value in zip(moving, one, strict=True):
                     operands[position] = value
                 outputs.append(kernels(*operands))
-            return [[output[index] for index in carried] for output in outputs], outputs
+            # Each result once: to return one twice XLA would copy it.
+            others = [[value for i, value in enumerate(output) if i not in carried] for output in outputs]
+            return [[output[i] for i in carried] for output in outputs], others
 
         with jax.default_device(self.device):
             run, _ = timing.compile_program(program, (self._moved(moving), self._fixed(moving)), (0,))
@@ -279,7 +283,7 @@ class Bench:
         try:
             fixed = self._fixed(program.moving)
             state, outputs = program.run(self._moved(program.moving), fixed)
-            results = [jnp.copy(result) for result in outputs[0]]
+            results = [jnp.copy(result) for result in (*state[0], *outputs[0])]
             if self.expected is None:
                 self.expected = results
             elif not _agree(results, self.expected):

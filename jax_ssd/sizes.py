@@ -162,13 +162,15 @@ def programs(size: Size) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeD
         return tuple(jax.ShapeDtypeStruct(s, "float32" if name in wide else size.dtype) for name, s in given.items())
 
     def scan(*operands: jax.Array) -> jax.Array:
-        return mamba2(**dict(zip(shapes, operands, strict=True)), dt_softplus=size.softplus)
+        given: Any = dict(zip(shapes, operands, strict=True))
+        return mamba2(**given, dt_softplus=size.softplus)
 
     def loss(*operands: jax.Array) -> jax.Array:
         return scan(*operands).astype("float32").sum()
 
     def step(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return mamba2_step(**dict(zip(of_step, operands, strict=True)), dt_softplus=size.softplus)
+        given: Any = dict(zip(of_step, operands, strict=True))
+        return mamba2_step(**given, dt_softplus=size.softplus)
 
     of_step = {"state": (size.batch, *tokens[2:], size.state)}
     of_step |= {name: shape if len(shape) == 1 else (shape[0], *shape[2:]) for name, shape in shapes.items()}

@@ -211,7 +211,8 @@ def parse(text: str) -> list[Record]:
         if table["schema"] != SCHEMA:
             raise ValueError(f"schema: expected {SCHEMA}, got {table['schema']!r}")
         for record in table["records"]:
-            record["op"], record["arch"]
+            if not (isinstance(record["op"], str) and isinstance(record["arch"], str)):
+                raise ValueError(f"record {record} names no op or no architecture")
             if not all(record["problem"][name] >= 1 for name in SIZES):
                 raise ValueError(f"problem {record['problem']} has a size below 1")
             for result in record["results"].values():

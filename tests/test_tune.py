@@ -225,7 +225,7 @@ class FakeBench:
     def __init__(self, device, arch, plan, problem):
         self.arch, self.failure = arch, "no reason"
 
-    def load(self, plans, seconds):
+    def load(self, plans, deadline):
         return {choice: choice for choice in plans if getattr(choice, "worker_warps", None) != 8}
 
     def time(self, choice, effort):
@@ -340,14 +340,14 @@ def test_the_bench_times_calls_on_operands_of_their_own(name, monkeypatch):
     bench = search.Bench(jax.devices("cpu")[0], ARCH, made, p)
     assert len(bench.sets) == 3
     effort = timing.Effort(1e-4, 2)
-    first = bench.load({"a": made}, 60.0)["a"]
+    first = bench.load({"a": made}, math.inf)["a"]
     assert 0 < bench.time(first, effort) < 1e6
     assert 0 < bench.time(first, effort) < 1e6
     scale[0] = 2.0
-    other = bench.load({"b": made}, 60.0)["b"]
+    other = bench.load({"b": made}, math.inf)["b"]
     assert bench.time(other, effort) == math.inf  # its results are not the first one's
     monkeypatch.setattr(launch, "runner", refuse)
-    assert bench.load({"c": made}, 60.0) == {} and bench.failure == "it does not compile"
+    assert bench.load({"c": made}, math.inf) == {} and bench.failure == "it does not compile"
 
 
 def refuse(plan, arch):
