@@ -46,11 +46,11 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Keeps the compiler from moving reads or writes of an accumulator across this point.
+// Keeps the compiler from moving uses of an accumulator across this point: nothing else ties them to `wgmma_wait`.
 template <int Size>
 __device__ __forceinline__ void pin(float (&d)[Size]) {
 #pragma unroll
-  for (int i = 0; i < Size; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < Size; ++i) asm volatile("" : "+f"(d[i]));
 }
 
 // d (64 x N) = a (64 x 16) b (16 x N), plus d if `accumulate`. `Columns...`: the operand's summed dimension runs across
