@@ -1,0 +1,136 @@
+"""The CUDA C++ kernel of a Mamba-3 step: what it takes, and how a head's matrix is cut among the threads of a block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_ssd.mamba3.problem import Problem
+from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.specs import CudaKernel
+
+CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+STATE = ("state_angle", "state_ssm", "state_k", "state_v")
+LANES = 32
+TILE = 32  # floats of S in the registers of one thread
+MOST_ROWS = 8
+MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
+MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
+CACHED_BYTES = 24 << 20  # states of up to this size stay in a large L2 cache from one token to the next
+
+
+@dataclass(frozen=True)
+class StepBlocks:
+    """The choices behind a step that change its speed; rows and threads are powers of two.
+
+    rows: of a head's matrix, that a unit of lanes takes at a time. threads: per block, that is per head. streaming:
+    pass the matrices by the caches.
+    """
+
+    rows: int
+    threads: int
+    streaming: bool = False
+
+    def __post_init__(self):
+        for name, least, most in (("rows", 1, 64), ("threads", LANES, 1024)):
+            value = getattr(self, name)
+            if not least <= value <= most or value & (value - 1):
+                raise ValueError(f"StepBlocks.{name} must be a power of two from {least} to {most}, got {value}.")
+
+
+def step_blocks(problem: Problem) -> StepBlocks:
+    """The heuristic: as many rows under way as a thread has registers for, and no more threads than there are rows."""
+    p = problem
+    rows, threads = min(MOST_ROWS, TILE // row_floats(p)), 256
+    while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
+        threads *= 2
+    while rows > 1 and rows // 2 * units(p, threads) >= p.head_dim:
+        rows //= 2
+    while threads > 64 and units(p, threads // 2) * rows >= p.head_dim:
+        threads //= 2
+    nbytes = 4 * p.batch * p.heads * p.head_dim * p.state
+    return StepBlocks(rows, threads, streaming=nbytes > CACHED_BYTES)
+
+
+def units(problem: Problem, threads: int) -> int:
+    """Groups of lanes in a block that take rows of their own."""
+    return threads // _lanes(problem)
+
+
+def row_floats(problem: Problem) -> int:
+    """Floats that one row takes in each lane."""
+    width = math.gcd(problem.state, 4)
+    return width * math.ceil(problem.state // width / _lanes(problem))
+
+
+def _lanes(problem: Problem) -> int:
+    vectors = problem.state // math.gcd(problem.state, 4)
+    return min(LANES, 1 << (vectors - 1).bit_length())
+
+
+def shared_bytes(problem: Problem, rows: int) -> int:
+    """What a block needs of shared memory."""
+    p = problem
+    padded = math.ceil(p.head_dim / rows) * rows
+    return 4 * (2 * max(1, p.pairs) + p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim))
+
+
+def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
+    """One token: the new state, in the memory of the old one, and y."""
+    p = problem
+    _check_supported(p)
+    c = config or step_blocks(p)
+    need = shared_bytes(p, c.rows)
+    if need > MOST_SHARED_BYTES:
+        raise NotImplementedError(
+            f"the step kernel needs {need:,} bytes of shared memory for rank {p.rank}, state size {p.state} and "
+            f"head_dim {p.head_dim}, {MOST_SHARED_BYTES:,} are possible; use implementation='xla'"
+        )
+    new = {name: Buffer(f"new_{name}", p.given[name].shape, p.given[name].dtype) for name in STATE}
+    ranks = (p.rank,) if p.keeps_rank else ()
+    y = Buffer("y", (p.batch, *ranks, p.heads, p.head_dim), p.dtype)
+    tokens = ("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap")
+    arrays = (*tokens, "mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
+    template = (
+        *(CUDA_TYPES[p.dtype], CUDA_TYPES[p.given["state_k"].dtype], CUDA_TYPES[p.given["state_v"].dtype]),
+        *(p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs),
+        *(p.rotary == "half", p.param_rows == 1),
+        *(name in p.given for name in ("mimo_v", "mimo_o", "z", "D", "norm_weight")),
+        *(c.rows, c.threads, c.streaming),
+    )
+    launch = Launch(
+        CudaKernel("mamba3_step.cu", f"mamba3_step<{', '.join(map(_literal, template))}>"),
+        grid=(p.batch * p.heads, 1, 1),
+        arguments=(
+            *(ArrayArg(buffer.name) for buffer in new.values()),
+            *(ArrayArg(name if name in p.given else "v") for name in arrays),
+            ArrayArg("y"),
+            ScalarArg(p.norm_eps, "float32"),
+        ),
+        block=(c.threads, 1, 1),
+    )
+    aliases = {name: buffer.name for name, buffer in new.items()}
+    return Plan("mamba3_step", p.operands, (*new.values(), y), (), (launch,), aliases)
+
+
+def _check_supported(p: Problem) -> None:
+    """Raises NotImplementedError for what the kernel does not do, naming the limit and the figure."""
+    for what, dtype in (("q", p.dtype), ("state.k", p.given["state_k"].dtype), ("state.v", p.given["state_v"].dtype)):
+        if dtype not in CUDA_TYPES:
+            raise NotImplementedError(
+                f"the step kernel takes {what} in {', '.join(CUDA_TYPES)}, got {dtype}; use implementation='xla'"
+            )
+    for name in ("state_angle", "state_ssm"):
+        if p.given[name].dtype != "float32":
+            raise NotImplementedError(
+                f"the step kernel takes {name.replace('_', '.')} in float32, got {p.given[name].dtype}; use "
+                "implementation='xla'"
+            )
+    if row_floats(p) > TILE:
+        raise NotImplementedError(
+            f"the step kernel takes a state size up to {LANES * TILE}, got {p.state}; use implementation='xla'"
+        )
+
+
+def _literal(value: str | int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,428 @@
+// One token of Mamba-3, SISO or MIMO, in one kernel: the matrix of every head is read once and written once, in place.
+//
+//   phi    = phi + pi tanh(angles) dt                   lambda = sigmoid(trap)
+//   q~, k~ = rotations by phi of q + q_bias, k + k_bias   v_r = mimo_v_r v
+//   S      = exp(adt) S + exp(adt) (1 - lambda) dt sum_r last v_r last k~_r^T + lambda dt sum_r v_r k~_r^T
+//   o_r    = S q~_r + D v_r, then the norm over P, the gate and the fold of the ranks
+//
+// A block owns one head of one row, so that the four parts of its state can be replaced where they are: nobody else
+// reads them. A unit of neighbouring lanes, one per 16 bytes of a row of S where there are enough, takes Rows rows at a
+// time. Those of its first turn are under way before anything else begins, and what the token needs beside S is
+// prepared in shared memory in the meantime. Sums have a fixed order that the sizes alone decide.
+
+#include "mamba3_phase.cuh"
+#include "values.cuh"
+
+namespace {
+
+using namespace jax_ssd;
+
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+__device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
+
+// Width floats that one instruction moves.
+template <int Width>
+struct VectorOf;
+template <>
+struct VectorOf<1> {
+  using Type = float;
+};
+template <>
+struct VectorOf<2> {
+  using Type = float2;
+};
+template <>
+struct VectorOf<4> {
+  using Type = float4;
+};
+
+template <int Width, bool Streaming = false>
+__device__ __forceinline__ void load(float (&values)[Width], const float* from) {
+  constexpr int kStep = Width % 4 == 0 ? 4 : Width % 2 == 0 ? 2 : 1;
+  using Vector = typename VectorOf<kStep>::Type;
+  const Vector* source = reinterpret_cast<const Vector*>(from);
+#pragma unroll
+  for (int i = 0; i < Width / kStep; ++i) {
+    const Vector word = Streaming ? __ldcs(source + i) : source[i];
+    memcpy(values + i * kStep, &word, sizeof(word));
+  }
+}
+
+template <int Width, bool Streaming>
+__device__ __forceinline__ void store(float* to, const float (&values)[Width]) {
+  typename VectorOf<Width>::Type word;
+  memcpy(&word, values, sizeof(word));
+  auto* target = reinterpret_cast<typename VectorOf<Width>::Type*>(to);
+  if (Streaming) {
+    __stcs(target, word);
+  } else {
+    __stwb(target, word);  // a plain assignment is taken apart
+  }
+}
+
+// Where the sums of Held values over Lanes lanes are afterwards. While a lane holds an even number of them, a pair of
+// lanes swaps halves, which costs half as much as summing all of them twice.
+struct Share {
+  int first;   // of the values whose sums this lane holds
+  bool owner;  // of several lanes with the same sums, the one that writes them
+};
+
+template <int Held, int Offset>
+__device__ __forceinline__ Share sum_over_lanes(float* values, int lane, Share share = {0, true}) {
+  if constexpr (Offset == 0) {
+    return share;
+  } else {
+    const bool upper = lane & Offset;
+    if constexpr (Held % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < Held / 2; ++i) {
+        const float kept = upper ? values[i + Held / 2] : values[i];
+        const float given = upper ? values[i] : values[i + Held / 2];
+        values[i] = kept + __shfl_xor_sync(0xffffffff, given, Offset);
+      }
+      if (upper) share.first += Held / 2;
+      return sum_over_lanes<Held / 2, Offset / 2>(values, lane, share);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Held; ++i) values[i] += __shfl_xor_sync(0xffffffff, values[i], Offset);
+      if (upper) share.owner = false;
+      return sum_over_lanes<Held, Offset / 2>(values, lane, share);
+    }
+  }
+}
+
+__device__ constexpr int values_left(int held, int offset) {
+  return offset == 0 ? held : values_left(held % 2 == 0 ? held / 2 : held, offset / 2);
+}
+
+// Rows of S in the registers of a unit of lanes.
+template <int P, int N, int Rows, int Lanes, bool Streaming>
+struct Tile {
+  static constexpr int kWidth = N % 4 == 0 ? 4 : 2;
+  static constexpr int kVectors = N / kWidth;
+  static constexpr int kPerLane = ceiling(kVectors, Lanes);
+  float values[Rows][kPerLane][kWidth];
+
+  __device__ static int column(int lane, int i) { return (i * Lanes + lane) * kWidth; }
+  __device__ static bool inside(int first, int row, int lane, int i) {
+    return (P % Rows == 0 || first + row < P) && first < P && (kVectors % Lanes == 0 || column(lane, i) < N);
+  }
+
+  __device__ void load_rows(const float* ssm, int first, int lane) {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (inside(first, row, lane, i)) {
+          load<kWidth, Streaming>(values[row][i], ssm + (first + row) * N + column(lane, i));
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) values[row][i][j] = 0.0f;
+        }
+      }
+    }
+  }
+
+  __device__ void store_rows(float* ssm, int first, int lane) const {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (inside(first, row, lane, i)) {
+          store<kWidth, Streaming>(ssm + (first + row) * N + column(lane, i), values[row][i]);
+        }
+      }
+    }
+  }
+
+  // This lane's part of a row of N floats in shared memory.
+  __device__ static void load_part(float (&part)[kPerLane][kWidth], const float* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (kVectors % Lanes == 0 || column(lane, i) < N) {
+        load(part[i], row + column(lane, i));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) part[i][j] = 0.0f;
+      }
+    }
+  }
+
+  __device__ void scale(float by) {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[row][i][j] *= by;
+      }
+    }
+  }
+
+  // values += v key^T
+  __device__ void add_outer(const float (&v)[Rows], const float (&key)[kPerLane][kWidth]) {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[row][i][j] += v[row] * key[i][j];
+      }
+    }
+  }
+
+  // This lane's part of values . query, row by row.
+  __device__ void dot(float* sums, const float (&query)[kPerLane][kWidth]) const {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) sum += values[row][i][j] * query[i][j];
+      }
+      sums[row] = sum;
+    }
+  }
+};
+
+// Out of a tile, for ranks From and following: out[r][first + row] = values . queries[r].
+template <int From, int R, int P, int N, int Rows, int Lanes, typename TileOf>
+__device__ __forceinline__ void read_out(const TileOf& tile, const float* queries, float (*out)[P], int first,
+                                         int lane) {
+  if constexpr (From < R) {
+    constexpr int kRanks = smaller(R - From, 4);  // at a time: their sums are as many registers as the tile has
+    float sums[kRanks * Rows];
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      float query[TileOf::kPerLane][TileOf::kWidth];
+      TileOf::load_part(query, queries + (From + r) * N, lane);
+      tile.dot(sums + r * Rows, query);
+    }
+    const Share share = sum_over_lanes<kRanks * Rows, Lanes / 2>(sums, lane);
+#pragma unroll
+    for (int i = 0; i < values_left(kRanks * Rows, Lanes / 2); ++i) {
+      const int row = first + (share.first + i) % Rows;
+      if (share.owner && row < P) out[From + (share.first + i) / Rows][row] = sums[i];
+    }
+    read_out<From + kRanks, R, P, N, Rows, Lanes>(tile, queries, out, first, lane);
+  }
+}
+
+}  // namespace
+
+// state_angle [batch, Heads, Pairs]; state_ssm [batch, Heads, P, N]; state_k [batch, Heads, R, N];
+// state_v, v, z [batch, Heads, P]; q, k [batch, R, Groups, N]; q_bias, k_bias [1 or batch, Heads, R, N];
+// angles [batch, Heads, Pairs]; adt, dt, trap [batch, Heads]; mimo_v, mimo_o, mimo_z [1 or batch, Heads, R, P];
+// D [1 or batch, Heads]; norm_weight [1 or batch, Heads, P]; y [batch, Heads, P], or [batch, R, Heads, P] unless Folds.
+// Absent arrays are not touched; without HasRanks R is 1. One block for each head of each row. Rows: a power of two.
+// Streaming: pass S by the caches, for states that they cannot hold from one token to the next.
+template <typename Value, typename KeyState, typename ValueState, int Heads, int Groups, int R, int P, int N, int Pairs,
+          bool Half, bool SharedParams, bool HasRanks, bool Folds, bool HasZ, bool HasD, bool HasNorm, int Rows,
+          int Threads, bool Streaming>
+__global__ void __launch_bounds__(Threads)
+    mamba3_step(float* state_angle, float* state_ssm, KeyState* state_k, ValueState* state_v, const Value* q,
+                const Value* k, const Value* v, const float* q_bias, const float* k_bias, const float* angles,
+                const float* adt, const float* dt, const float* trap, const float* mimo_v, const float* mimo_o,
+                const Value* z, const float* mimo_z, const float* D, const float* norm_weight, Value* y,
+                float norm_eps) {
+  constexpr int kLanes = smaller(32, power_of_two(N / (N % 4 == 0 ? 4 : 2)));
+  constexpr int kUnits = Threads / kLanes;
+  constexpr int kBlocks = ceiling(P, Rows);
+  constexpr int kTurns = ceiling(kBlocks, kUnits);
+  constexpr int kPaddedP = kBlocks * Rows;
+  using TileOf = Tile<P, N, Rows, kLanes, Streaming>;
+
+  __shared__ float cosines[larger(1, Pairs)], sines[larger(1, Pairs)], inverse_norms[R];
+  __shared__ __align__(16) float last_keys[R * N], keys[R * N], queries[R * N];
+  __shared__ __align__(16) float last_values[R][kPaddedP], values[R][kPaddedP];  // times the weights of their keys
+  __shared__ float skips[R][P], gates[R][P], out[R][P];
+
+  const int thread = threadIdx.x, lane = thread % kLanes, unit = thread / kLanes;
+  const long long own = blockIdx.x;  // row and head
+  const int head = blockIdx.x % Heads;
+  const long long row = blockIdx.x / Heads;
+  const long long param = SharedParams ? head : own;
+  const long long group = row * R * Groups + head / (Heads / Groups);  // of rank 0
+  state_ssm += own * P * N;
+  state_k += own * R * N;
+  state_v += own * P;
+  v += own * P;
+
+  // Everything is loaded before anything is used: S of the first turn, then what thread by thread becomes one or a few
+  // pairs of coordinates, rotary phases, and cells of [R, P]. Barriers keep the compiler from putting loads off.
+  TileOf tile;
+  tile.load_rows(state_ssm, unit * Rows, lane);
+  __syncthreads();
+
+  constexpr int kPairs = R * (N / 2), kPairsEach = ceiling(kPairs, Threads);
+  const auto pair_of = [&](int i) { return (thread + i * Threads) % (N / 2); };
+  const auto place_of = [&](int i, int side) {  // in [R, N]
+    const int rank = (thread + i * Threads) / (N / 2), pair = pair_of(i);
+    return rank * N + (Half ? pair + side * (N / 2) : 2 * pair + side);
+  };
+  Value new_q[kPairsEach][2], new_k[kPairsEach][2];
+  KeyState last_k[kPairsEach][2];
+  float bias_q[kPairsEach][2], bias_k[kPairsEach][2];
+#pragma unroll
+  for (int i = 0; i < kPairsEach; ++i) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      if (thread + i * Threads < kPairs) {
+        const int place = place_of(i, side);
+        const long long token = (group + (long long)(place / N) * Groups) * N + place % N;
+        new_q[i][side] = q[token];
+        new_k[i][side] = k[token];
+        last_k[i][side] = state_k[place];
+        bias_q[i][side] = q_bias[param * R * N + place];
+        bias_k[i][side] = k_bias[param * R * N + place];
+      }
+    }
+  }
+
+  constexpr int kPhasesEach = ceiling(Pairs, Threads);
+  float last_angle[larger(1, kPhasesEach)], rate[larger(1, kPhasesEach)];
+#pragma unroll
+  for (int i = 0; i < kPhasesEach; ++i) {
+    if (thread + i * Threads < Pairs) {
+      last_angle[i] = state_angle[own * Pairs + thread + i * Threads];
+      rate[i] = angles[own * Pairs + thread + i * Threads];
+    }
+  }
+
+  constexpr int kCells = R * P, kCellsEach = ceiling(kCells, Threads);
+  Value new_v[kCellsEach], new_z[kCellsEach];
+  ValueState last_v[kCellsEach];
+  float expand[kCellsEach], expand_z[kCellsEach], fold[kCellsEach], norm[kCellsEach];
+#pragma unroll
+  for (int i = 0; i < kCellsEach; ++i) {
+    const int cell = thread + i * Threads;
+    if (cell < kCells) {
+      new_v[i] = v[cell % P];
+      last_v[i] = state_v[cell % P];
+      if (HasZ) new_z[i] = z[own * P + cell % P];
+      if (HasNorm) norm[i] = norm_weight[param * P + cell % P];
+      if (HasRanks) expand[i] = mimo_v[param * kCells + cell];
+      if (HasRanks && HasZ) expand_z[i] = mimo_z[param * kCells + cell];
+      if (Folds) fold[i] = mimo_o[param * kCells + cell];
+    }
+  }
+  const float step = dt[own], logit = trap[own], log_decay = adt[own], skip = HasD ? D[param] : 0.0f;
+  __syncthreads();
+
+#pragma unroll
+  for (int i = 0; i < kPhasesEach; ++i) {
+    const int phase_index = thread + i * Threads;
+    if (phase_index < Pairs) {
+      const float turns = turns_of_step(rate[i], step);
+      const unsigned phase = phase_of_radians(last_angle[i]) + phase_of_turns(turns);
+      float sine, cosine;
+      sincos_of_phase(phase, sine, cosine);
+      const float unknown = (last_angle[i] - last_angle[i]) + (turns - turns);  // 0, or NaN if either is not finite
+      cosines[phase_index] = cosine + unknown;
+      sines[phase_index] = sine + unknown;
+      state_angle[own * Pairs + phase_index] = radians_of_phase(phase) + unknown;
+    }
+  }
+
+  const float keep = expf(log_decay), gamma = sigmoid(logit) * step, beta = keep * (sigmoid(-logit) * step);
+#pragma unroll
+  for (int i = 0; i < kCellsEach; ++i) {
+    const int cell = thread + i * Threads, r = cell / P, p = cell % P;
+    if (cell < kCells) {
+      const float now = (HasRanks ? expand[i] : 1.0f) * to_float(new_v[i]);
+      values[r][p] = gamma * now;
+      last_values[r][p] = beta * ((HasRanks ? expand[i] : 1.0f) * to_float(last_v[i]));
+      skips[r][p] = skip * now;
+      float gate = 1.0f;
+      if (HasZ) {
+        gate = (HasRanks ? expand_z[i] : 1.0f) * to_float(new_z[i]);
+        gate *= sigmoid(gate);
+      }
+      if (HasNorm) gate *= norm[i];
+      if (Folds) gate *= fold[i];
+      gates[r][p] = gate;
+      if (r == 0) state_v[p] = from_float<ValueState>(to_float(new_v[i]));  // all have read it
+    }
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int i = 0; i < kPairsEach; ++i) {
+    if (thread + i * Threads < kPairs) {
+      const int first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
+      float qa = to_float(new_q[i][0]) + bias_q[i][0], qb = to_float(new_q[i][1]) + bias_q[i][1];
+      float ka = to_float(new_k[i][0]) + bias_k[i][0], kb = to_float(new_k[i][1]) + bias_k[i][1];
+      if (pair < Pairs) {
+        rotate(qa, qb, sines[pair], cosines[pair]);
+        rotate(ka, kb, sines[pair], cosines[pair]);
+      }
+      queries[first] = qa;
+      queries[second] = qb;
+      keys[first] = ka;
+      keys[second] = kb;
+      last_keys[first] = to_float(last_k[i][0]);
+      last_keys[second] = to_float(last_k[i][1]);
+      state_k[first] = from_float<KeyState>(ka);
+      state_k[second] = from_float<KeyState>(kb);
+    }
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int first = (turn * kUnits + unit) * Rows;
+    const int from = smaller(first, kPaddedP - Rows);  // units without rows read some, for the shuffles' sake
+    tile.scale(keep);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float key[TileOf::kPerLane][TileOf::kWidth], value[Rows];
+      load(value, &last_values[r][from]);
+      TileOf::load_part(key, last_keys + r * N, lane);
+      tile.add_outer(value, key);
+      load(value, &values[r][from]);
+      TileOf::load_part(key, keys + r * N, lane);
+      tile.add_outer(value, key);
+    }
+    tile.store_rows(state_ssm, first, lane);
+    read_out<0, R, P, N, Rows, kLanes>(tile, queries, out, first, lane);
+    if (turn + 1 < kTurns) tile.load_rows(state_ssm, first + kUnits * Rows, lane);
+  }
+  __syncthreads();
+
+  if (HasNorm) {
+    for (int r = thread / 32; r < R; r += Threads / 32) {
+      float squares = 0.0f;
+      for (int p = thread % 32; p < P; p += 32) {
+        const float o = out[r][p] + skips[r][p];
+        squares += o * o;
+      }
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffff, squares, offset);
+      if (thread % 32 == 0) inverse_norms[r] = rsqrtf(squares / P + norm_eps);
+    }
+    __syncthreads();
+  }
+
+  const auto emitted = [&](int r, int p) {
+    const float o = out[r][p] + skips[r][p];
+    return (HasNorm ? o * inverse_norms[r] : o) * gates[r][p];
+  };
+  if (!HasRanks || Folds) {
+    for (int p = thread; p < P; p += Threads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int r = 0; r < R; ++r) sum += emitted(r, p);
+      y[own * P + p] = from_float<Value>(sum);
+    }
+  } else {
+    for (int i = thread; i < R * P; i += Threads) {
+      const int r = i / P, p = i % P;
+      y[((row * R + r) * Heads + head) * P + p] = from_float<Value>(emitted(r, p));
+    }
+  }
+}

@@ -1,0 +1,202 @@
+"""The Mamba-3 step kernel on a GPU: one token of the float64 recurrence, in place, and its place after a prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ssd
+from jax_ssd import launch
+from jax_ssd.mamba3 import plan_step
+from jax_ssd.mamba3.plan_step import StepBlocks
+from jax_ssd.mamba3.problem import Problem
+from tests import mamba3_float64 as oracle
+from tests.test_mamba3 import case, state_error, token
+from tests.test_mamba3_plan_step import MODEL, SHAPES, random_operands, step_problem
+
+# Of max|y - truth| / max|truth|: a sum of rank * state products in float32, and the rounding of what is stored.
+BARS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
+
+
+def step(p: Problem, operands: dict[str, np.ndarray], blocks: StepBlocks | None = None) -> dict[str, np.ndarray]:
+    """The kernel's results on host arrays."""
+    made = plan_step.step(p, blocks)
+    results = launch.call(made, None, *(jnp.asarray(operands[b.name]) for b in made.operands))
+    return {b.name: np.asarray(a) for b, a in zip(made.results, results, strict=True)}
+
+
+def truth(p: Problem, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same in float64, row by row, since every row may have parameters of its own."""
+    wide = {name: np.asarray(array, np.float64) for name, array in operands.items()}
+    parts = ("angle", "ssm", "k", "v")
+    rows = []
+    for b in range(p.batch):
+        one = {
+            name: a[b % a.shape[0]] if name in ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
+            else np.moveaxis(a[b : b + 1, None], 1, -1) if name in ("adt", "dt", "trap")
+            else a[b : b + 1, None]
+            for name, a in wide.items()
+            if not name.startswith("state_")
+        }  # fmt: skip
+        state = tuple(wide[f"state_{part}"][b : b + 1] for part in parts)
+        if "mimo_v" not in one:
+            one |= {n: one[n][:, :, 0] for n in ("q", "k")} | {n: one[n][:, 0] for n in ("q_bias", "k_bias")}
+            state = (*state[:2], state[2][:, :, 0], state[3])
+        y, new = oracle.run(**one, rotary=p.rotary, norm_eps=p.norm_eps, initial_state=state)
+        if "mimo_v" not in one:
+            new = (*new[:2], new[2][:, :, None], new[3])
+        rows.append((*new, y[:, 0]))
+    names = (*(f"new_state_{part}" for part in parts), "y")
+    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    """NaN must be where it is expected."""
+    got = np.asarray(got, np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    return float(np.nanmax(np.abs(got - expected)) / np.nanmax(np.abs(expected)))
+
+
+def check(p: Problem, operands: dict[str, np.ndarray], blocks: StepBlocks | None = None) -> None:
+    got, expected = step(p, operands, blocks), truth(p, operands)
+    turns = (np.asarray(got["new_state_angle"], np.float64) - expected["new_state_angle"]) / (2 * np.pi)
+    assert np.nanmax(np.abs(turns - np.round(turns))) < 5e-7
+    for name in ("new_state_ssm", "new_state_k", "new_state_v", "y"):
+        bar = BARS[got[name].dtype.name]
+        assert error(got[name], expected[name]) < bar, name
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "every option": {},
+    "pairwise": {"rotary": "pairwise", "pairs": 16, "dtype": "bfloat16", "k": "bfloat16"},
+    "rows of parameters": {"param_rows": 2, "rank": 5, "dtype": "float16"},
+    "plain": {"gate": False, "skip": False, "norm": False, "rank": 1, "pairs": 1},
+    "siso with everything": {"rank": None, "rotary": "pairwise", "heads": 6, "groups": 3},
+    "ranks kept": {"rank": 3, "fold": False, "gate": False, "head_dim": 9},
+    "turns": {"heads": 2, "groups": 1, "head_dim": 200, "state": 20, "rank": 2},
+    "large batch": {**MODEL, "rank": 4, "batch": 40},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_equals_one_token_in_float64(changes):
+    p = step_problem(**CHANGES[changes])
+    check(p, random_operands(p))
+
+
+@pytest.mark.parametrize("blocks", [(1, 64), (2, 1024), (4, 128), (8, 32)], ids=str)
+def test_blocks_change_rounding_only(blocks):
+    p = step_problem(heads=3, groups=1, head_dim=24, state=128, rank=4, pairs=40)
+    check(p, random_operands(p), StepBlocks(*blocks))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "z", "adt", "dt", "trap", "angles", "state_ssm", "state_angle"])
+def test_a_nan_stays_in_its_row_and_head(name):
+    p = step_problem(batch=3, heads=4, groups=4)
+    operands = random_operands(p)
+    index = (1, 0, 2) if name in ("q", "k") else (1, 2)
+    operands[name][index] = np.nan
+    got = step(p, operands)
+    for array in got.values():
+        bad = np.isnan(array.astype(np.float64))
+        others = np.ones((3, 4), bool)
+        others[1, 2] = False
+        assert not bad[others].any()
+    assert np.isnan(got["y"][1, 2]).any()
+
+
+def test_fifty_calls_give_the_same_bits():
+    p = step_problem(**MODEL, batch=16, rank=4)
+    made, given = plan_step.step(p), random_operands(p)
+    operands = [jnp.asarray(given[b.name]) for b in made.operands]
+    run = jax.jit(lambda *operands: launch.call(made, None, *operands))
+    first = [np.asarray(a) for a in run(*operands)]
+    for _ in range(49):
+        for got, wanted in zip(run(*operands), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), wanted)
+    for b, array in zip(made.operands, operands, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), given[b.name])  # not donated, so untouched
+
+
+# A scan of steps.
+
+CAPTURE = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE", "xla_gpu_graph_min_graph_size": "1"}
+SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "state": 128, "head_dim": 64, "pairs": 32}
+SCANNED: dict[str, Any] = {"batch": 3, "seq": 24, "rank": 4, "initial": True, **SIZES}
+
+
+def decode(arrays, options=None, implementation="cuda", rotary="half"):
+    """A compiled scan of steps: (state, tokens) -> (state, y)."""
+    fixed = {n: a for n, a in arrays.items() if n in ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D")}
+
+    def one(state, moving):
+        return jax_ssd.mamba3_step(
+            state, **fixed, **moving, norm_weight=arrays["norm_weight"], rotary=rotary, implementation=implementation
+        )
+
+    return jax.jit(lambda state, moving: jax.lax.scan(one, state, moving), compiler_options=options)
+
+
+def by_token(arrays):
+    """The arrays that change from token to token, time first."""
+    last = ("adt", "dt", "trap")
+    moving = ("q", "k", "v", "z", "angles", *last)
+    return {n: jnp.moveaxis(jnp.asarray(arrays[n]), 2 if n in last else 1, 0) for n in moving if arrays[n] is not None}
+
+
+@pytest.mark.parametrize("changes", [{}, {"rank": None}])
+def test_captured_steps_equal_uncaptured_ones_and_the_sequence(changes):
+    arrays = case(**{**SCANNED, **changes})
+    state = jax.tree.map(jnp.asarray, arrays.pop("initial_state"))
+    kept = jax.tree.map(np.asarray, state)
+    last, y = decode(arrays)(state, by_token(arrays))
+    captured = decode(arrays, CAPTURE)(state, by_token(arrays))
+    jax.tree.map(np.testing.assert_array_equal, captured, (last, y))
+    jax.tree.map(np.testing.assert_array_equal, state, kept)
+    wide = {n: np.asarray(a, np.float64) for n, a in arrays.items() if a is not None}
+    if changes:
+        wide["mimo_z"] = np.ones((8, 1, 64))
+    expected, final = oracle.run(**wide, initial_state=tuple(np.asarray(a, np.float64) for a in kept), rotary="half")
+    assert error(np.moveaxis(np.asarray(y), 0, 1), expected) < 1e-5
+    assert state_error(last, final) < 1e-5
+
+
+def test_a_prefill_hands_over_to_steps():
+    """In the same fixed point: the phase after prefill and steps is that of the whole, to its last place."""
+    arrays = case(**{**SCANNED, "seq": 40, "initial": False})
+    arrays["dt"] = arrays["dt"] * 20  # far: hundreds of turns
+
+    def part(low, high):
+        cut = {n: arrays[n][:, low:high] for n in ("q", "k", "v", "z", "angles")}
+        return {**arrays, **cut, **{n: arrays[n][:, :, low:high] for n in ("adt", "dt", "trap")}}
+
+    options: dict[str, Any] = {"rotary": "half", "return_final_state": True, "precision": "highest"}
+    y, final = jax_ssd.mamba3(**arrays, **options)
+    _, middle = jax_ssd.mamba3(**part(0, 30), **options)
+    last, steps = decode(arrays)(middle, by_token(part(30, 40)))
+    assert error(np.moveaxis(np.asarray(steps), 0, 1), np.asarray(y, np.float64)[:, 30:]) < 5e-6
+    assert state_error(last, jax.tree.map(lambda a: np.asarray(a, np.float64), final)) < 2e-6
+
+
+def test_the_decode_loop_does_not_copy_the_state():
+    arrays = case(**{**SCANNED, "batch": 4})
+    state = jax.tree.map(jnp.asarray, arrays.pop("initial_state"))
+    text = decode(arrays).lower(state, by_token(arrays)).compile().as_text() or ""
+    computations = [part for part in text.split("\n\n") if "ENTRY" not in part]
+    assert any("jax_ssd.launch" in part for part in computations), "the step runs in the loop's body"
+    for shape in ("f32[4,8,64,128]", "f32[4,8,4,128]"):
+        copies = [row for part in computations for row in part.splitlines() if f"= {shape}" in row and "copy" in row]
+        assert not copies, copies
+
+
+def test_one_token_agrees_with_xla():
+    arrays = case(**SCANNED)
+    state = arrays.pop("initial_state")
+    results = [jax_ssd.mamba3_step(state, **token(arrays, 0), implementation=name) for name in ("cuda", "xla")]
+    for got, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        assert error(np.asarray(got), np.asarray(wanted, np.float64)) < 2e-6
