@@ -11,6 +11,8 @@ from benchmarks.cases import Case
 
 CHUNK = 64
 PASSES = ("forward", "forward_backward", "step", "decode")
+# What a pass may take of device memory, as a multiple of its inputs and outputs (dy and the gradients among them).
+MEMORY_ALLOWED = {"forward": 1.05, "forward_backward": 1.5}
 
 
 def array_bytes(case: Case) -> dict[str, int]:
@@ -37,6 +39,14 @@ def necessary_bytes(case: Case, pass_name: str) -> int:
     if pass_name == "forward_backward":
         return forward + inputs + size["x"] + inputs  # the backward reads inputs and dy, writes a gradient per input
     return forward + 2 * size["state"]
+
+
+def memory_limit(case: Case, pass_name: str) -> int | None:
+    """Bytes that a pass should not exceed, None where there is no such limit."""
+    if pass_name not in MEMORY_ALLOWED:
+        return None
+    arrays = necessary_bytes(case, "forward") * (2 if pass_name == "forward_backward" else 1)
+    return int(MEMORY_ALLOWED[pass_name] * arrays)
 
 
 def necessary_flops(case: Case, pass_name: str) -> int:

@@ -1,38 +1,85 @@
-"""Draws result files: python -m benchmarks.plot results/<file>.json... writes <file>.png beside each. Needs matplotlib.
+"""Draws result files as PNG and SVG into docs/plots: python -m benchmarks.plot results/<file>.json... Needs matplotlib.
 
-One panel per pass. Bars of time over floor per case, one colour per implementation; 1 is as fast as the machine allows.
+For each file <name>-<pass>: bars of time over floor per case, one colour per implementation; 1 is as fast as the
+machine allows. For the sweep cases of all files together sweep-<pass>-length and sweep-<pass>-state: time, and time of
+the fastest peer over ours, against length for each state size, and against state size for each length.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import peers, report
+
+PLOTS = Path(__file__).parents[1] / "docs" / "plots"
+Row = dict[str, Any]
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
+    """The bars of one file, a figure for each pass."""
+    pyplot = _pyplot()
     rows = [row for row in result["rows"] if row["status"] == "ok"]
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    if not passes:
+    if not rows:
         raise ValueError("the result has no measured row")
-    figure, panels = pyplot.subplots(len(passes), 1, figsize=(10, 3.2 * len(passes)), squeeze=False)
-    for panel, name in zip(panels[:, 0], passes, strict=True):
-        _bars(panel, name, [row for row in rows if row["pass"] == name])
-    figure.suptitle(f"{result['device']['kind']}, {result['date'][:10]}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    written = []
+    for kind in dict.fromkeys(row["pass"] for row in rows):
+        figure, panel = pyplot.subplots(figsize=(10, 3.4))
+        _bars(panel, kind, [row for row in rows if row["pass"] == kind])
+        figure.suptitle(f"{result['device']['kind']}, {result['date'][:10]}", fontsize=9)
+        written += _save(figure, folder, f"{name}-{kind}")
+    return written
 
 
-def _bars(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
+def draw_sweep(results: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Time and ratio of the sweep cases, against length and against state size. Nothing without such cases."""
+    rows = [
+        row | {"state": int(found[1]), "length": int(found[2]) << 10}
+        for result in results
+        for row in result["rows"]
+        if row["status"] == "ok" and (found := re.fullmatch(r"sweep_n(\d+)_t(\d+)k", row["case"]))
+    ]
+    written = []
+    for kind in dict.fromkeys(row["pass"] for row in rows):
+        of_pass = [row for row in rows if row["pass"] == kind]
+        written += _curves(of_pass, folder, kind, "length", "state", ("tokens per row", "state size"))
+        written += _curves(of_pass, folder, kind, "state", "length", ("state size", "tokens per row"))
+    return written
+
+
+def _curves(rows: list[Row], folder: Path, kind: str, x: str, panel_by: str, words: tuple[str, str]) -> list[Path]:
+    """A column for each value of `panel_by`: time above, ratio below, both against `x`."""
+    columns = sorted({row[panel_by] for row in rows})
+    figure, panels = _pyplot().subplots(
+        2, len(columns), figsize=(3 * len(columns) + 1, 5.5), squeeze=False, sharex=True, sharey="row"
+    )
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows))
+    for (upper, lower), value in zip(panels.T, columns, strict=True):
+        for index, implementation in enumerate(implementations):
+            own = [row for row in rows if row[panel_by] == value and row["implementation"] == implementation]
+            own.sort(key=lambda row: row[x])
+            upper.plot([row[x] for row in own], [row["microseconds"] for row in own], "o-", c=f"C{index}", ms=3,
+                       label=implementation)  # fmt: skip
+            rated = [row for row in own if "peer_ratio" in row and peers.is_own(implementation)]
+            lower.plot([row[x] for row in rated], [row["peer_ratio"] for row in rated], "o-", c=f"C{index}", ms=3)
+        floors = sorted({(row[x], row["floor"]["us"]) for row in rows if row[panel_by] == value})
+        upper.plot([place for place, _ in floors], [us for _, us in floors], "k:", label="floor")
+        upper.set_title(f"{words[1]} {value:,}", fontsize=9)
+        upper.set_xscale("log", base=2)
+        upper.set_yscale("log")
+        lower.axhline(1, color="k", lw=0.6)
+        lower.set_xlabel(words[0], fontsize=8)
+    panels[0, 0].set_ylabel("microseconds")
+    panels[1, 0].set_ylabel("fastest peer / ours")
+    panels[0, 0].legend(fontsize=7)
+    figure.suptitle(f"{kind}, 4 rows of 8 heads x 64", fontsize=9)
+    return _save(figure, folder, f"sweep-{kind}-{x}")
+
+
+def _bars(panel: Any, name: str, rows: list[Row]) -> None:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     implementations = list(dict.fromkeys(row["implementation"] for row in rows))
     width = 0.8 / len(implementations)
@@ -48,16 +95,40 @@ def _bars(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
     panel.legend(fontsize=7)
 
 
-def main(arguments: list[str]) -> None:
-    if not arguments:
-        raise SystemExit(__doc__)
-    for word in arguments:
-        path = Path(word)
-        result = json.loads(path.read_text())
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "jax_ssd"  # the same file from the same figures
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+    figure.tight_layout()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    _pyplot().close(figure)
+    return paths
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("results", nargs="+", type=Path)
+    made.add_argument("--output", type=Path, default=PLOTS, help="folder of the plots (default docs/plots)")
+    parsed = made.parse_args(arguments)
+    results = [json.loads(path.read_text()) for path in parsed.results]
+    for path, result in zip(parsed.results, results, strict=True):
         report.check(result)
-        draw(result, path.with_suffix(".png"))
-        print(f"written to {path.with_suffix('.png')}")
+        written = draw(result, parsed.output, path.stem)
+        print(*written, sep="\n")
+    print(*draw_sweep(results, parsed.output), sep="\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

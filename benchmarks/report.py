@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.cases import Case
-from benchmarks.floors import floor
+from benchmarks.floors import floor, memory_limit
 
 SCHEMA = 1
 
@@ -64,10 +64,11 @@ def _check_fields(where: str, given: dict[str, Any], wanted: dict[str, Any]) -> 
 
 
 def add_ratios(result: dict[str, Any]) -> None:
-    """Adds to every measured row its floor, the ratio to it and the ratio to the fastest peer.
+    """Adds to every measured row its floor and memory limit, the ratios to them, and those to the best peer.
 
     `times_floor` reads "this many times the floor"; `peer_ratio` is the fastest other peer's time over this row's, so
-    above 1 this row is the faster one. Wrong rows are nobody's yardstick.
+    above 1 this row is the faster one; `peer_memory_ratio` is the same of the leanest peer's memory. `times_limit`
+    above 1 is more memory than a pass should take. Wrong rows are nobody's yardstick.
     """
     cases = {name: Case(**case) for name, case in result["cases"].items()}
     ceilings = result["ceilings"]
@@ -76,14 +77,22 @@ def add_ratios(result: dict[str, Any]) -> None:
             rates = ceilings["copy_bytes_per_second"], ceilings["matmul_flops_per_second"]
             row["floor"] = floor(cases[row["case"]], row["pass"], *rates)
             row["times_floor"] = row["microseconds"] / row["floor"]["us"]
-            best = _fastest(result["rows"], row)
-            if best is not None:
+            rivals = _peers(result["rows"], row)
+            if rivals:
+                best = min(rivals, key=lambda one: one["microseconds"])
                 row["fastest_peer"] = best["implementation"]
                 row["peer_ratio"] = best["microseconds"] / row["microseconds"]
+            peak, limit = row["memory"].get("peak"), memory_limit(cases[row["case"]], row["pass"])
+            if peak and limit:
+                row["memory_limit"], row["times_limit"] = limit, peak / limit
+                peaks = [one["memory"]["peak"] for one in rivals if one["memory"].get("peak")]
+                if peaks:
+                    row["peer_memory_ratio"] = min(peaks) / peak
 
 
-def _fastest(rows: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any] | None:
-    same = [
+def _peers(rows: list[dict[str, Any]], like: dict[str, Any]) -> list[dict[str, Any]]:
+    """The other libraries' sound rows of the same case and pass."""
+    return [
         row
         for row in rows
         if row["status"] == "ok"
@@ -91,12 +100,12 @@ def _fastest(rows: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]
         and row["implementation"] != like["implementation"]
         and not peers.is_own(row["implementation"])
     ]
-    return min(same, key=lambda row: row["microseconds"]) if same else None
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line per row: time, spread, ratios, errors against float64, memory."""
-    head = ["case", "pass", "implementation", "us", "+-%", "x floor", "peer/this", "err y", "err grads", "MB", "remark"]
+    """One line per row: time, spread, ratios, errors against float64, memory with its limit and ratio to the peers'."""
+    head = ["case", "pass", "implementation", "us", "+-%", "x floor", "peer/this", "err y", "err grads"]
+    head += ["MB", "limit MB", "peer/this", "remark"]
     lines = [head, *(_line(row) for row in result["rows"])]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     left = {0, 1, 2, len(head) - 1}
@@ -113,11 +122,13 @@ def table(result: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> list[str]:
     cells = [row["case"], row["pass"], row["implementation"]]
     if "microseconds" not in row:
-        return cells + [""] * 7 + [f"{row['status']}: {row['reason'][:70]}"]
+        return cells + [""] * 9 + [f"{row['status']}: {row['reason'][:70]}"]
     time, errors = row["timing"], row["errors"]
     spread = 50 * (time["high"] - time["low"]) / time["seconds"] if time["seconds"] > 0 else float("nan")
     gradients = [error for name, error in errors.items() if name != "y"]
     remarks = [_variant(row["variant"])] + (["host bound"] if time["host_bound"] else [])
+    if row.get("times_limit", 0) > 1:
+        remarks.append(f"{row['times_limit']:.2f} times the memory limit")
     if row["status"] != "ok":
         remarks.insert(0, f"{row['status'].upper()}: {row['reason'][:70]}")
     return cells + [
@@ -128,6 +139,8 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{errors['y']:.1e}",
         f"{max(gradients):.1e}" if gradients else "",
         f"{row['memory'].get('peak', 0) / 1e6:.0f}",
+        f"{row['memory_limit'] / 1e6:.0f}" if "memory_limit" in row else "",
+        f"{row['peer_memory_ratio']:.2f}" if "peer_memory_ratio" in row else "",
         ", ".join(remark for remark in remarks if remark),
     ]
 

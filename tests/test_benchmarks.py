@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, floors, inputs, reference, report, rows, run
+from benchmarks import cases, compare, floors, inputs, plot, reference, report, rows, run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,3 +116,76 @@ def test_cases_are_found_by_name_prefix_and_size():
         cases.find("frist")
     with pytest.raises(ValueError, match="multiple of groups"):
         cases.find("mine=1,128,3,4,16,8")
+
+
+COMMITTED = run.RESULTS / "2026-11-30-first.json"
+
+
+def test_memory_is_held_against_the_limit_and_the_peers():
+    result = json.loads(COMMITTED.read_text())
+    report.add_ratios(result)
+    row = result["rows"][0]
+    assert (row["case"], row["pass"], row["implementation"]) == ("first", "forward", "jax_ssd:cutile")
+    passed = row["memory"]["argument"] + row["memory"]["output"]
+    assert row["memory_limit"] == pytest.approx(1.05 * passed, rel=1e-4)
+    assert row["peer_memory_ratio"] == pytest.approx(173015040 / 181406912)
+    assert "times the memory limit" in report.table(result)
+    assert "memory_limit" not in next(row for row in result["rows"] if row["pass"] == "step")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The committed result twice; the second to be changed."""
+    result = json.loads(COMMITTED.read_text())
+    (tmp_path / "old.json").write_text(json.dumps(result))
+
+    def write(change) -> list[str]:
+        change(result["rows"][0])
+        (tmp_path / "new.json").write_text(json.dumps(result))
+        return [str(tmp_path / name) for name in ("old.json", "new.json")]
+
+    return write
+
+
+def slower(factor):
+    return lambda row: row.update(peer_ratio=row["peer_ratio"] / factor, times_floor=row["times_floor"] * factor)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "status"),
+    [
+        (slower(1.0), (), 0),
+        (slower(1.05), (), 0),
+        (slower(1.2), (), 1),
+        (slower(1.2), ("--tolerance", "0.3"), 0),
+        (slower(0.5), (), 0),
+        (lambda row: row.update(microseconds=10 * row["microseconds"]), (), 0),  # another machine, the same ratios
+        (lambda row: row.update(status="failed", reason="lost"), (), 1),
+        (lambda row: row.update({"case": "wide", "pass": "decode"}), (), 1),  # its case and pass were tried by others
+    ],
+)
+def test_comparing_finds_what_became_worse(files, capsys, change, options, status):
+    assert compare.main([*files(change), *options]) == status
+    assert ("WORSE  first forward jax_ssd:cutile" in capsys.readouterr().out) == bool(status)
+
+
+def test_the_sweep_and_the_other_sizes_are_named():
+    sweep = {(case.state, case.seq) for case in cases.find("sweep*")}
+    assert sweep == {(n, t << 10) for n in (64, 128, 256, 512) for t in (1, 4, 16, 64, 256)}
+    assert all((case.batch, case.heads, case.head_dim) == (4, 8, 64) for case in cases.find("sweep*"))
+    sizes = [(c.batch, c.seq, c.groups, c.heads, c.state, c.head_dim, c.dtype) for c in cases.CASES.values()]
+    assert (1, 131072, 8, 128, 128, 64, "bfloat16") in sizes
+    assert (4096, 16, 1, 24, 128, 64, "bfloat16") in sizes
+    assert (4, 16384, 1, 8, 128, 64, "float32") in sizes
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = json.loads(COMMITTED.read_text())
+    for index, row in enumerate(row for row in result["rows"] if row["status"] == "ok" and row["case"] == "first"):
+        row["case"] = f"sweep_n{64 << index % 2}_t{1 << index}k"
+    result["cases"] |= {row["case"]: result["cases"]["first"] for row in result["rows"]}
+    (tmp_path / "some.json").write_text(json.dumps(result))
+    plot.main([str(tmp_path / "some.json"), "--output", str(tmp_path / "plots")])
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"some-forward.png", "some-step.svg", "sweep-forward-length.svg", "sweep-forward-state.png"} <= names
