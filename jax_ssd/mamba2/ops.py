@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_ssd import op
-from jax_ssd.mamba2 import choices, chunked, plan_cuda_step, reference
+from jax_ssd.mamba2 import choices, chunked, plan_cuda_backward, plan_cuda_step, reference
 from jax_ssd.mamba2.problem import Problem
 
 # Axis letters of every array that an op of this model can take or give; see partition.py.
@@ -220,7 +220,7 @@ BACKWARD = op.Definition(
     _backward_letters,
     _backward_abstract,
     _backward_plain,
-    _planned(problem, cutile=choices.BACKWARD),
+    _planned(problem, cutile=choices.BACKWARD, cuda=plan_cuda_backward.backward),
     _padding,
 )
 STEP = op.Definition(

@@ -1,0 +1,294 @@
+"""The CUDA C++ kernels of the backward of a Mamba-2 scan: what they take, in which pieces, in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_ssd.mamba2.plan import scan_operands
+from jax_ssd.mamba2.problem import Problem
+from jax_ssd.plans import Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
+from jax_ssd.specs import CudaKernel
+
+CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
+DT_TYPES = {**CUDA_TYPES, "float32": "float"}
+STATES = (64, 128)
+FILE = "mamba2_backward.cu"
+
+# As in the kernels.
+CHUNK = 128
+WIDTH = 64  # channels of a piece of a head
+TILE = 8192  # bytes of a copied tile
+STAGES = 3
+PAIR_TILES = 36
+HEAD_TILE = 32
+THREADS = 256
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+SHORTEST_SEGMENT = 4  # chunks
+MOST_SEGMENTS = 64
+STATE_SHARE = 0.375  # of what the backward reads and writes anyway: so much memory its chunk states may take
+HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
+
+
+@dataclass(frozen=True)
+class BackwardBlocks:
+    """The choices behind a plan that change its speed and memory, but not its result beyond rounding.
+
+    segments: pieces of a row that are walked at the same time. row_slices: the rows are taken in so many turns, which
+    share the memory for chunk states. head_blocks: so many blocks share the heads of a group.
+    """
+
+    segments: int = 1
+    row_slices: int = 1
+    head_blocks: int = 1
+
+    def __post_init__(self):
+        for name in ("segments", "row_slices", "head_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"BackwardBlocks.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.segments > MOST_SEGMENTS:
+            raise ValueError(f"BackwardBlocks.segments must be at most {MOST_SEGMENTS}, got {self.segments}.")
+
+
+def backward_blocks(problem: Problem) -> BackwardBlocks:
+    """The heuristic: as few turns as the memory for states allows, and blocks that fill the GPU."""
+    p = problem
+    chunks, units = math.ceil(p.seq / CHUNK), p.heads * p.head_dim // WIDTH
+    arrays = p.batch * p.seq * (3 * p.heads * p.head_dim + 4 * p.groups * p.state)
+    states = 2 * p.batch * units * chunks * WIDTH * p.state
+    slices = min(p.batch, max(1, math.ceil(states / (STATE_SHARE * arrays)))) if chunks > 1 else 1
+    rows = math.ceil(p.batch / slices)
+    walks = 2 * rows * units // _walk_heads(p)
+    fill = 4 // _walk_heads(p) * MULTIPROCESSORS
+    segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
+    return BackwardBlocks(
+        segments, math.ceil(p.batch / rows), _head_blocks(units // p.groups, rows * chunks * p.groups)
+    )
+
+
+def _head_blocks(units: int, blocks: int) -> int:
+    """Into how many parts to divide the units of a group, with so many blocks if they stay together."""
+
+    def time(parts: int) -> int:
+        waves = math.ceil(blocks * parts / MULTIPROCESSORS)
+        return waves * (math.ceil(units / parts) + HEAD_OVERHEAD + (parts > 1))
+
+    return min(range(1, units + 1), key=time)
+
+
+def _walk_heads(problem: Problem) -> int:
+    """Units that walk together because they read the same B and C."""
+    return 1 if problem.heads * problem.head_dim // WIDTH // problem.groups % 2 else 2
+
+
+def check_supported(problem: Problem) -> None:
+    """Raises NotImplementedError for what the kernels do not do, naming the limit and the figure."""
+    p = problem
+    refusals = (
+        (p.dtype not in CUDA_TYPES, f"x in {', '.join(CUDA_TYPES)}, got {p.dtype}"),
+        (p.dt_dtype not in DT_TYPES, f"dt in {', '.join(DT_TYPES)}, got {p.dt_dtype}"),
+        (p.head_dim % WIDTH, f"a head_dim that is a multiple of {WIDTH}, got {p.head_dim}"),
+        (p.state not in STATES, f"a state size of {' or '.join(map(str, STATES))}, got {p.state}"),
+        (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
+        (p.has_z, "no z: use implementation='cutile', or gate outside"),
+        (p.has_runs, "no segment_ids: use implementation='cutile'"),
+    )
+    for refused, words in refusals:
+        if refused:
+            raise NotImplementedError(f"the CUDA C++ backward takes {words}")
+
+
+def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
+    """The plan of the backward: gradients of every operand, in the operands' order; of parameters per batch row."""
+    check_supported(problem)
+    return _Backward(problem, config or backward_blocks(problem)).plan()
+
+
+class _Backward:
+    """The sizes of one backward, and its launches."""
+
+    def __init__(self, problem: Problem, config: BackwardBlocks):
+        p = self.problem = problem
+        self.chunks = math.ceil(p.seq / CHUNK)
+        self.pieces = p.head_dim // WIDTH
+        self.units = p.heads * self.pieces
+        self.segment_chunks = math.ceil(self.chunks / config.segments)
+        self.segments = math.ceil(self.chunks / self.segment_chunks)
+        self.rows = math.ceil(p.batch / config.row_slices)
+        self.block_units = math.ceil(self.units // p.groups / config.head_blocks)
+        self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
+        self.walk_heads = _walk_heads(p)
+
+    def operands(self) -> tuple[Buffer, ...]:
+        p = self.problem
+        cotangents = [Buffer("dy", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)]
+        if p.has_dfinal:
+            cotangents.append(Buffer("dfinal", (p.batch, p.heads, p.head_dim, p.state), "float32"))
+        return (*scan_operands(p), *cotangents)
+
+    def results(self) -> tuple[Buffer, ...]:
+        batch, per_row = self.problem.batch, ("A", "D", "dt_bias")
+        return tuple(
+            Buffer("d" + b.name, (batch, *b.shape[1:]) if b.name in per_row else b.shape, b.dtype)
+            for b in scan_operands(self.problem)
+        )
+
+    def scratch(self) -> tuple[Buffer, ...]:
+        p, f32 = self.problem, "float32"
+        per_head, per_unit = (p.batch, p.heads), (p.batch, self.units)
+        state, tokens = (WIDTH, p.state), self.chunks * CHUNK
+        boundaries = (self.rows, self.units, self.segments, *state)
+        groups = (self.head_blocks, p.batch, p.seq, p.groups, p.state)
+        buffers = (
+            (True, Buffer("step", (*per_head, tokens), f32)),
+            (True, Buffer("decay", (*per_head, tokens), f32)),
+            (self.segments > 1, Buffer("starts", boundaries, f32)),
+            (self.segments > 1, Buffer("stops", boundaries, f32)),
+            (True, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
+            (True, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
+            (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
+            (True, Buffer("decay_gradient", (*per_unit, tokens), f32)),
+            (True, Buffer("A_part", (*per_head, self.chunks), f32)),
+            (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
+            (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
+            (self.head_blocks > 1, Buffer("B_part", groups, f32)),
+            (self.head_blocks > 1, Buffer("C_part", groups, f32)),
+        )
+        return tuple(buffer for present, buffer in buffers if present)
+
+    def plan(self) -> Plan:
+        operands, results, scratch = self.operands(), self.results(), self.scratch()
+        self.buffers = {b.name: b for b in (*operands, *results, *scratch)}
+        launches = [self.step_sizes()]
+        for first_row in range(0, self.problem.batch, self.rows):
+            launches += self.slice_launches(first_row)
+        launches += self.sums()
+        return Plan("mamba2_backward", operands, results, scratch, tuple(launches), {})
+
+    def array(self, name: str, first_row: int = 0) -> Argument:
+        """The buffer of that name from a row on, or null if the call has none."""
+        if name not in self.buffers:
+            return ScalarArg(0, "int64")
+        buffer = self.buffers[name]
+        offset = first_row * math.prod(buffer.shape[1:])
+        return ArrayArg(name, (buffer.size - offset,), None, offset) if offset else ArrayArg(name)
+
+    def arrays(self, *names: str) -> list[Argument]:
+        return [self.array(name) for name in names]
+
+    def tokens_map(self, name: str) -> TensorMapArg:
+        p = self.problem
+        return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), (p.batch, p.seq, self.units, WIDTH), swizzle=128)
+
+    def group_map(self, name: str) -> TensorMapArg:
+        return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), swizzle=128)
+
+    def states_map(self, name: str) -> TensorMapArg:
+        shape = (self.rows * self.units, self.chunks, WIDTH, self.problem.state)
+        return TensorMapArg(name, (1, 1, WIDTH, WIDTH), shape, swizzle=128)
+
+    def step_sizes(self) -> Launch:
+        p = self.problem
+        template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
+        arrays = self.arrays("dt", "dt_bias", "A", "step", "decay")
+        sizes = (*_ints(p.seq, p.heads, self.chunks), *self.limits())
+        return _launch("step_sizes", template, self.head_tiles(), (*arrays, *sizes))
+
+    def head_tiles(self) -> int:
+        return self.problem.batch * self.chunks * math.ceil(self.problem.heads / HEAD_TILE)
+
+    def limits(self) -> list[ScalarArg]:
+        return [ScalarArg(float(limit), "float32") for limit in self.problem.dt_limit]
+
+    def slice_launches(self, first_row: int) -> Iterator[Launch]:
+        """From the states of some rows to everything that their chunks give."""
+        p = self.problem
+        rows = min(self.rows, p.batch - first_row)
+        if self.segments > 1:
+            yield self.walk(first_row, rows, stores=False)
+            arrays = [self.array("decay"), self.array("initial_state", first_row), self.array("dfinal", first_row)]
+            arrays += self.arrays("starts", "stops")
+            sizes = (p.heads, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
+            blocks = 2 * (WIDTH * p.state // 1024) * self.units * rows
+            yield _launch("join", (p.state,), blocks, (*arrays, *_ints(*sizes)))
+        yield self.walk(first_row, rows, stores=True)
+        yield self.chunk_gradients(first_row, rows)
+
+    def walk(self, first_row: int, rows: int, stores: bool) -> Launch:
+        p, heads, tiles = self.problem, self.walk_heads, self.problem.state // WIDTH
+        maps = (self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C"))
+        arrays = self.arrays("step", "decay")
+        if self.segments > 1:
+            arrays += self.arrays("starts", "stops")
+        else:  # a row is one segment, and begins and ends as the call says
+            arrays += [self.array("initial_state", first_row), self.array("dfinal", first_row)]
+        arrays += self.arrays("states", "adjoints", "dinitial_state")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
+        segments = self.segments if stores else self.segments - 1
+        memory = STAGES * (heads + tiles) * TILE + 2 * heads * CHUNK * 4 + STAGES * 8 + 1024
+        return _launch(
+            "walk",
+            (CUDA_TYPES[p.dtype], p.state, heads, stores),
+            2 * (self.units // heads) * segments * rows,
+            (*maps, *arrays, *_ints(*sizes)),
+            threads=128 * heads,
+            shared_memory=memory,
+        )
+
+    def chunk_gradients(self, first_row: int, rows: int) -> Launch:
+        p, tiles, partial = self.problem, self.problem.state // WIDTH, self.head_blocks > 1
+        maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
+        maps += [self.states_map("states"), self.states_map("adjoints")]
+        sums = self.arrays("B_part", "C_part") if partial else self.arrays("dB", "dC")
+        arrays = [*self.arrays("step", "decay", "D", "dx"), *sums]
+        arrays += self.arrays("step_gradient", "decay_gradient", "D_part")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.batch)
+        sizes = (*sizes, self.head_blocks, self.block_units, first_row)
+        memory = (4 * tiles + 2 * tiles + 8) * TILE + PAIR_TILES * (1024 + 512)
+        memory += (2 * CHUNK + 2 * CHUNK + 2 * WIDTH + 8 * CHUNK + 2 * CHUNK + 8 + 8 * WIDTH) * 4 + 5 * 8 + 1024
+        return _launch(
+            "chunk_gradients",
+            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
+            self.head_blocks * p.groups * self.chunks * rows,
+            (*maps, *arrays, *_ints(*sizes)),
+            shared_memory=memory,
+        )
+
+    def sums(self) -> Iterator[Launch]:
+        """What is left when every chunk is done: sums over head blocks, dt and the parameters."""
+        p = self.problem
+        if self.head_blocks > 1:
+            size = p.batch * p.seq * p.groups * p.state
+            for name in ("B", "C"):
+                arguments = (*self.arrays(f"{name}_part", f"d{name}"), ScalarArg(size, "int64"))
+                arguments = (*arguments, *_ints(self.head_blocks))
+                yield _launch("sum_parts", (CUDA_TYPES[p.dtype],), math.ceil(size / 1024), arguments)
+        arrays = self.arrays("dt", "dt_bias", "A", "step", "step_gradient", "decay_gradient")
+        arrays += self.arrays("ddt", "A_part", "bias_part")
+        template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
+        sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks), *self.limits())
+        yield _launch("step_gradients", template, self.head_tiles(), (*arrays, *sizes))
+        arrays = self.arrays("A_part", "bias_part", "D_part", "dA", "ddt_bias", "dD")
+        arguments = (*arrays, *_ints(self.pieces, self.chunks))
+        yield _launch(
+            "parameter_gradients", (p.has_dt_bias, p.has_D), p.batch * self.units, arguments, threads=2 * WIDTH
+        )
+
+
+def _launch(
+    function: str,
+    template: tuple[str | int | bool, ...],
+    blocks: int,
+    arguments: tuple[Argument, ...],
+    threads: int = THREADS,
+    shared_memory: int = 0,
+) -> Launch:
+    constants = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in template)
+    kernel = CudaKernel(FILE, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
+    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory)
+
+
+def _ints(*values: int) -> list[ScalarArg]:
+    return [ScalarArg(value, "int32") for value in values]

@@ -1,0 +1,106 @@
+"""The plan of the CUDA C++ backward: pieces, scratch, refusals, and that its kernels compile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from jax_ssd import compile as kernels
+from jax_ssd import launch, nvrtc
+from jax_ssd.mamba2 import plan_cuda_backward
+from jax_ssd.mamba2.plan_cuda_backward import BackwardBlocks
+from jax_ssd.mamba2.problem import Problem
+from tests.scan_float64 import problem
+
+EVERY = dict.fromkeys(("has_D", "has_dt_bias", "has_initial_state", "has_dfinal", "dt_softplus"), True)
+FIRST = {"batch": 4, "seq": 16384, "heads": 8, "groups": 1}
+WIDE = {"batch": 8, "seq": 4096, "heads": 80, "groups": 1}
+
+
+def model(**changes: Any) -> Problem:
+    """A problem that the kernels take."""
+    return problem(**{"dtype": "bfloat16", "head_dim": 64, "state": 128, "chunk_size": None, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float32"}, "x in bfloat16, float16, got float32"),
+        ({"dt_dtype": "float64"}, "dt in .* got float64"),
+        ({"head_dim": 80}, "multiple of 64, got 80"),
+        ({"state": 256}, "64 or 128, got 256"),
+        ({"chunk_size": 64}, "chunk_size of 128, got 64"),
+        ({"has_z": True}, "no z"),
+        ({"has_runs": True}, "no segment_ids"),
+    ],
+)
+def test_refusals_name_the_limit_and_the_figure(changes, said):
+    with pytest.raises(NotImplementedError, match=said):
+        plan_cuda_backward.backward(model(**changes))
+
+
+def test_other_architectures_are_refused():
+    with pytest.raises(NotImplementedError, match="sm_90"):
+        plan_cuda_backward.backward(model()).check("sm_100")
+
+
+@pytest.mark.parametrize("changes", [{"segments": 0}, {"row_slices": 0}, {"head_blocks": 0}, {"segments": 65}])
+def test_blocks_that_make_no_sense(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        BackwardBlocks(**changes)
+
+
+@pytest.mark.parametrize("sizes", [FIRST, WIDE, {**WIDE, "state": 64}], ids=str)
+def test_scratch_is_less_than_half_of_what_is_read_and_written(sizes):
+    made = plan_cuda_backward.backward(model(**sizes))
+    scratch = sum(buffer.nbytes for buffer in made.scratch)
+    assert scratch <= 0.5 * sum(buffer.nbytes for buffer in (*made.operands, *made.results))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [
+        (FIRST, BackwardBlocks(16, 2, 1)),
+        (WIDE, BackwardBlocks(1, 2, 1)),
+        ({"batch": 1, "seq": 1, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_heuristic(sizes, blocks):
+    assert plan_cuda_backward.backward_blocks(model(**sizes)) == blocks
+
+
+@pytest.mark.parametrize("heads", [1, 3, 24, 80])
+@pytest.mark.parametrize("row_slices", [1, 2, 3])
+def test_every_row_and_head_has_its_block(heads, row_slices):
+    p = model(batch=5, seq=1000, heads=heads, groups=1)
+    made = plan_cuda_backward.backward(p, BackwardBlocks(segments=3, row_slices=row_slices, head_blocks=2))
+    grids = [one.grid[0] for one in made.launches if one.name.startswith("chunk_gradients")]
+    chunks = math.ceil(p.seq / 128)
+    parts = min(2, heads)
+    assert len(grids) == row_slices and sum(grids) == p.batch * chunks * parts
+    stores = [one.grid[0] for one in made.launches if one.name.startswith("walk") and "true" in one.name]
+    walked = 2 if heads % 2 == 0 else 1
+    assert sum(stores) == 2 * 3 * p.batch * heads // walked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        (FIRST, BackwardBlocks(16, 2, 1)),
+        (WIDE, BackwardBlocks(1, 2, 2)),
+        ({**EVERY, "seq": 900, "heads": 3, "groups": 1, "dtype": "float16", "dt_dtype": "float16"}, BackwardBlocks(2)),
+        ({**EVERY, "seq": 900, "state": 64, "head_dim": 128, "param_rows": 2}, BackwardBlocks(2)),
+    ],
+    ids=str,
+)
+def test_compiles(changes, blocks):
+    if nvrtc.missing():
+        pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
+    made = plan_cuda_backward.backward(model(**changes), blocks)
+    made.check("sm_90")
+    requests = [(one.kernel, made.compile_arguments(one)) for one in made.launches]
+    launch.encode(made, kernels.compile_launches(requests, "sm_90"))  # which compares parameters and shared memory
