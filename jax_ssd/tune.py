@@ -47,7 +47,7 @@ class Tunable:
     Attributes:
       op: as in op.Definition.name.
       implementation: "cutile" or "cuda".
-      make: (problem, choice) -> the plan.
+      make: (problem, choice, or None for the heuristic's) -> the plan.
       heuristic: problem -> a choice, an instance of a frozen dataclass whose fields are plain values.
       values: problem -> the values worth trying of each field; what `make` refuses is left out.
       local: fields that fit only sizes near the measured one; elsewhere they are the heuristic's.
@@ -68,21 +68,21 @@ class Tunable:
         if recorder is not None:
             recorder.append((self, problem))
         arch = _arch()
-        choice = None if arch is None else self.choice(problem, arch)
-        if arch is not None and choice is not None:
-            try:
+        try:
+            choice = None if arch is None else self.choice(problem, arch)
+            if choice is not None:
                 plan = self.make(problem, choice)
                 plan.check(arch)
                 return plan
-            except (NotImplementedError, ValueError) as refusal:
-                _warn_once(
-                    f"jax_ssd ignores a tuned choice of {self.op} for {arch}, {choice}: {refusal}. The heuristic "
-                    f"decides; `python -m jax_ssd tune` measures anew."
-                )
-        return self.make(problem, self.heuristic(problem))
+        except (NotImplementedError, ValueError) as refusal:
+            _warn_once(
+                f"jax_ssd ignores a tuned choice of {self.op} for {arch}: {refusal}. The heuristic decides; "
+                f"`python -m jax_ssd tune` measures anew."
+            )
+        return self.make(problem, None)
 
     def choice(self, problem: Any, arch: str) -> Any:
-        """The choice of the nearest record, or None."""
+        """The choice of the nearest record, or None. Raises ValueError if the record holds none."""
         found = lookup(self.op, arch, problem, (self.implementation,))
         if found is None:
             return None
@@ -90,11 +90,7 @@ class Tunable:
         start = self.heuristic(problem)
         known = {field.name for field in fields(start)} - (set() if near else set(self.local))
         measured = record["results"][self.implementation]["choice"]
-        try:
-            return replace(start, **{name: value for name, value in measured.items() if name in known})
-        except ValueError as refusal:
-            _warn_once(f"jax_ssd ignores a tuned choice of {self.op}, {measured}: {refusal}.")
-            return None
+        return replace(start, **{name: value for name, value in measured.items() if name in known})
 
 
 @contextlib.contextmanager

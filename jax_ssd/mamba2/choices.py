@@ -19,8 +19,8 @@ OCCUPANCIES = (1, 2, 3, 4)
 LATENCIES = (1, 2, 4, 6)
 
 
-def _forward(p: Problem, tiles: Tiles) -> Plan:
-    return plan.forward(p, replace(tiles, chunk=_fitting(p, tiles.chunk)))
+def _forward(p: Problem, tiles: Tiles | None) -> Plan:
+    return plan.forward(p, tiles and replace(tiles, chunk=_fitting(p, tiles.chunk)))
 
 
 def _forward_values(p: Problem) -> Values:
@@ -37,8 +37,8 @@ def _forward_values(p: Problem) -> Values:
     }
 
 
-def _backward(p: Problem, config: BackwardConfig) -> Plan:
-    return plan_backward.backward(p, replace(config, chunk=_fitting(p, config.chunk)))
+def _backward(p: Problem, config: BackwardConfig | None) -> Plan:
+    return plan_backward.backward(p, config and replace(config, chunk=_fitting(p, config.chunk)))
 
 
 def _backward_values(p: Problem) -> Values:
