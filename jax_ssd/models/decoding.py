@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from jax_ssd.flax.nnx.decoder import Mamba2Decoder, PackedCarry
+from jax_ssd.mamba2.api import mamba2_step
 from jax_ssd.models.language_model import Carry, LanguageModel
+
+
+class Decoder:
+    """``model.step`` in fewer operations and without copies of the weights.
+
+    To be made inside the compiled function that decodes, outside of its loop; ``decode`` and ``generate`` do it. See
+    ``jax_ssd.flax.nnx.decoder.Mamba2Decoder``.
+
+    Args:
+      model: the model.
+      recurrence: called with the arguments of ``jax_ssd.mamba2_step``, which it is by default.
+    """
+
+    def __init__(
+        self, model: LanguageModel, recurrence: Callable[..., tuple[jax.Array, jax.Array]] = mamba2_step
+    ) -> None:
+        self.model = model
+        self.layers = [Mamba2Decoder(block.mixer, recurrence) for block in model.blocks]
+        self.head = model.head_kernel()
+
+    def pack(self, carry: Carry) -> tuple[PackedCarry, ...]:
+        """The model's carry as ``step`` takes it."""
+        return tuple(layer.pack(one) for layer, one in zip(self.layers, carry, strict=True))
+
+    def unpack(self, carry: tuple[PackedCarry, ...]) -> Carry:
+        """What ``step`` gave as the model's carry."""
+        return tuple(layer.unpack(one) for layer, one in zip(self.layers, carry, strict=True))
+
+    def step(self, carry: tuple[PackedCarry, ...], token: jax.Array) -> tuple[tuple[PackedCarry, ...], jax.Array]:
+        """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
+        x = self.model.embed(token)
+        carries = []
+        for block, layer, one in zip(self.model.blocks, self.layers, carry, strict=True):
+            one, y = layer.step(one, block.norm(x))
+            x = x + y.astype(x.dtype)
+            carries.append(one)
+        return tuple(carries), self.model.head(x, self.head)
 
 
 def prefill(
@@ -36,8 +77,9 @@ def decode(model: LanguageModel, carry: Carry, tokens: jax.Array) -> tuple[Carry
     Returns:
       The carry after the last token and logits ``[..., seq, vocab_size]``, equal to those of a full pass.
     """
-    carry, logits = jax.lax.scan(model.step, carry, jnp.moveaxis(tokens, -1, 0))
-    return carry, jnp.moveaxis(logits, 0, -2)
+    decoder = Decoder(model)
+    packed, logits = jax.lax.scan(decoder.step, decoder.pack(carry), jnp.moveaxis(tokens, -1, 0))
+    return decoder.unpack(packed), jnp.moveaxis(logits, 0, -2)
 
 
 def generate(
@@ -71,10 +113,13 @@ def generate(
         sampled = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.float32(temperature))
         return sampled.astype(prompt.dtype)
 
-    def body(state: tuple[Carry, jax.Array], step: jax.Array) -> tuple[tuple[Carry, jax.Array], jax.Array]:
-        carry, logits = state
-        token = choose(logits, step)
-        return model.step(carry, token), token
+    decoder = Decoder(model)
+    carry, logits = prefill(model, prompt)
 
-    _, tokens = jax.lax.scan(body, prefill(model, prompt), jnp.arange(length))
+    def body(state: tuple[tuple[PackedCarry, ...], jax.Array], step: jax.Array):
+        packed, logits = state
+        token = choose(logits, step)
+        return decoder.step(packed, token), token
+
+    _, tokens = jax.lax.scan(body, (decoder.pack(carry), logits), jnp.arange(length))
     return jnp.moveaxis(tokens, 0, -1)

@@ -140,28 +140,36 @@ class LanguageModel(nnx.Module):
         for index, block in enumerate(self.blocks):
             x, carry = run_block(block, x, segment_ids, None if initial_carry is None else initial_carry[index])
             carries.append(carry)
-        logits = self._head(x)
+        logits = self.head(x, self.head_kernel())
         return (logits, tuple(carries)) if return_carry else logits
 
     def step(self, carry: Carry, token: jax.Array) -> tuple[Carry, jax.Array]:
         """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
-        x = self.embedding(token)
+        x = self.embed(token)
         carries = []
         for block, state in zip(self.blocks, carry, strict=True):
             state, x = block.step(state, x)
             carries.append(state)
-        return tuple(carries), self._head(x)
+        return tuple(carries), self.head(x, self.head_kernel())
 
     def initialize_carry(self, batch_shape: Sequence[int]) -> Carry:
         """The carry before the first token of ``batch_shape`` sequences."""
         return tuple(block.mixer.initialize_carry((*batch_shape, self.config.features)) for block in self.blocks)
 
-    def _head(self, x: jax.Array) -> jax.Array:
-        embedding = self.embedding.embedding[...].astype(self.config.dtype)
+    def embed(self, token: jax.Array) -> jax.Array:
+        """``token [...]`` -> ``[..., features]`` float32, of one token: here the rows are converted, not the table."""
+        return jnp.take(self.embedding.embedding[...], token, axis=0).astype(jnp.float32)
+
+    def head_kernel(self) -> jax.Array:
+        """``[vocab_size, features]`` in the compute dtype; a loop of steps computes it once."""
+        return self.embedding.embedding[...].astype(self.config.dtype)
+
+    def head(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """``x [..., features]``, ``kernel`` from ``head_kernel`` -> logits ``[..., vocab_size]``."""
         x = self.norm(x)
         return jax.lax.dot_general(
             x,
-            embedding,
+            kernel,
             (((x.ndim - 1,), (1,)), ((), ())),
             precision=self.config.precision,
             preferred_element_type=jnp.float32,

@@ -1,0 +1,126 @@
+"""A Mamba-2 layer laid out for decoding.
+
+`Mamba2.step` takes the weights as training keeps them, apart by role. A token is so little work that its time goes into
+the number of operations: here, once for many tokens, the input projections become one matrix, the convolutions one
+filter with one window, and whatever depends on weights alone is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssd.conv import causal_conv1d_step
+from jax_ssd.flax.nnx.mamba2 import Mamba2, Mamba2Carry
+from jax_ssd.flax.nnx.parameters import require_features
+from jax_ssd.mamba2.api import mamba2_step
+
+PackedCarry = tuple[jax.Array, jax.Array]
+"""The window ``[..., conv_width - 1, x | B | C channels]`` of the convolution, and the state of the recurrence."""
+
+
+class Mamba2Decoder:
+    """What ``layer.step`` computes, in fewer operations and without copies of the weights.
+
+    To be made inside the compiled function that decodes, outside of its loop: it holds copies of the projections in an
+    order of their own, about the size of the layer::
+
+        decoder = Mamba2Decoder(layer)
+        carry, y = jax.lax.scan(decoder.step, decoder.pack(carry), u_time_major)
+        carry = decoder.unpack(carry)
+
+    Projections sum in float32 where the layer computes in 16 bits, otherwise the arithmetic is the layer's.
+
+    Args:
+      layer: the layer; its ``implementation`` is that of the recurrence.
+      recurrence: called with the arguments of ``jax_ssd.mamba2_step``, which it is by default.
+    """
+
+    def __init__(self, layer: Mamba2, recurrence: Callable[..., tuple[jax.Array, jax.Array]] = mamba2_step):
+        self.layer = layer
+        self.recurrence = recurrence
+        projections = (layer.z_proj, layer.x_proj, layer.B_proj, layer.C_proj, layer.dt_proj)
+        # Output-major: a product with one token then reads whole rows.
+        self.in_kernel = self._cast(jnp.concatenate([one.kernel[...].T for one in projections]))
+        self.in_bias = None
+        if layer.z_proj.bias is not None:
+            self.in_bias = jnp.concatenate([one.bias[...] for one in projections])
+        self.out_kernel = self._cast(layer.out_proj.kernel[...].T)
+        self.out_bias = None if layer.out_proj.bias is None else layer.out_proj.bias[...]
+        convs = (layer.x_conv, layer.B_conv, layer.C_conv)
+        self.conv_kernel = jnp.concatenate([one.kernel[...] for one in convs])
+        self.conv_bias = None
+        if layer.x_conv.bias is not None:
+            self.conv_bias = jnp.concatenate([one.bias[...] for one in convs])
+        self.A = -jnp.exp(layer.A_log[...].astype(jnp.float32))
+        self.dt_bias = layer.dt_bias[...]
+        D = layer.D[...]
+        self.D = jnp.broadcast_to(D if D.ndim == 2 else D[:, None], (layer.heads, layer.head_dim))
+
+    def pack(self, carry: Mamba2Carry) -> PackedCarry:
+        """The layer's carry as ``step`` takes it."""
+        return jnp.concatenate([carry.conv_x, carry.conv_B, carry.conv_C], axis=-1), carry.ssm
+
+    def unpack(self, carry: PackedCarry) -> Mamba2Carry:
+        """What ``step`` gave as the layer's carry."""
+        window, ssm = carry
+        return Mamba2Carry(*self._split(window), ssm=ssm)
+
+    def step(self, carry: PackedCarry, x: jax.Array) -> tuple[PackedCarry, jax.Array]:
+        """Runs the layer on one token ``x [..., in_features]``."""
+        layer = self.layer
+        require_features(x, layer.in_features)
+        window, ssm = carry
+        inner = layer.heads * layer.head_dim
+        dtype = self._dtype(x)
+        projected = _project(x.astype(dtype), self.in_kernel, self.in_bias, layer.precision)
+        z = projected[..., :inner].astype(dtype)
+        filtered = projected[..., inner : -layer.heads].astype(dtype)
+        dt = projected[..., -layer.heads :]
+        window, filtered = causal_conv1d_step(window, filtered, self.conv_kernel, self.conv_bias, activation="silu")
+        values, B, C = self._split(filtered)
+        ssm, y = self.recurrence(
+            ssm,
+            x=values.reshape(*x.shape[:-1], layer.heads, layer.head_dim),
+            dt=dt,
+            A=self.A,
+            B=B.reshape(*x.shape[:-1], layer.num_groups, layer.state_dim),
+            C=C.reshape(*x.shape[:-1], layer.num_groups, layer.state_dim),
+            D=self.D,
+            z=z.reshape(*x.shape[:-1], layer.heads, layer.head_dim) if layer.norm is None else None,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=layer.dt_limit,
+            implementation=layer.implementation,
+        )
+        y = y.reshape(z.shape)
+        if layer.norm is not None:
+            y = layer.norm(y, z)
+        return (window, ssm), _project(y, self.out_kernel, self.out_bias, layer.precision).astype(dtype)
+
+    def _split(self, channels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """``[..., x | B | C]`` by role."""
+        grouped = self.layer.num_groups * self.layer.state_dim
+        return channels[..., : -2 * grouped], channels[..., -2 * grouped : -grouped], channels[..., -grouped:]
+
+    def _dtype(self, x: jax.Array) -> Any:
+        """What projections of x come in, as in the layer."""
+        if self.layer.dtype is not None:
+            return self.layer.dtype
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.promote_types(x.dtype, self.in_kernel.dtype)
+
+    def _cast(self, kernel: jax.Array) -> jax.Array:
+        return kernel if self.layer.dtype is None else kernel.astype(self.layer.dtype)
+
+
+def _project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
+    """``x [..., inputs]``, ``kernel [outputs, inputs]`` -> ``[..., outputs]``, float32 for 16-bit operands."""
+    dtype = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    y = lax.dot_general(x, kernel.astype(x.dtype), contract, precision=precision, preferred_element_type=dtype)
+    return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + bias.shape)

@@ -1,0 +1,88 @@
+"""Layers and models laid out for decoding: the same numbers as their own steps, for every option that changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_ssd.flax.nnx import Mamba2
+from jax_ssd.flax.nnx.decoder import Mamba2Decoder
+from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig, decode
+
+TOKENS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.float32)
+
+
+def states(layer: Mamba2, x: jax.Array) -> dict[str, Any]:
+    """Carry and outputs after the same tokens, by the layer's own steps and by its decoder's."""
+    carry = layer.initialize_carry(x.shape[1:])
+    decoder = Mamba2Decoder(layer)
+    packed, fast = jax.lax.scan(decoder.step, decoder.pack(carry), x)
+    return {"own": jax.lax.scan(layer.step, carry, x), "decoder": (decoder.unpack(packed), fast)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_groups": 2, "per_channel_D": True, "use_bias": True},
+        {"use_norm": False, "use_conv_bias": False, "dt_limit": (0.01, 0.05)},
+        {"norm_before_gate": True, "conv_width": 2},
+        {"dtype": jnp.bfloat16},
+        {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "state_dtype": jnp.bfloat16, "use_bias": True},
+        {"param_dtype": jnp.bfloat16},
+    ],
+    ids=str,
+)
+def test_decoder_equals_steps(changes):
+    layer = Mamba2(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes)
+    # Flax's own projections add a 16-bit bias to float32 sums, and promote 16-bit weights, only where that is allowed.
+    with jax.numpy_dtype_promotion("standard" if "param_dtype" in changes else "strict"):
+        got = jax.jit(lambda x: states(layer, x))(TOKENS)
+    low = jnp.bfloat16 in changes.values()
+    for own, fast in zip(jax.tree.leaves(got["own"]), jax.tree.leaves(got["decoder"]), strict=True):
+        assert own.dtype == fast.dtype and own.shape == fast.shape
+        own, fast = np.asarray(own, np.float64), np.asarray(fast, np.float64)
+        assert np.linalg.norm(fast - own) <= (1e-2 if low else 1e-5) * np.linalg.norm(own)
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_model_decodes_as_it_steps(param_dtype):
+    config = LanguageModelConfig(
+        vocab_size=17, features=16, layers=2, state_dim=8, head_dim=8, implementation="xla", param_dtype=param_dtype
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(6)[None] % 5
+
+    @jax.jit
+    def both(tokens):
+        carry = model.initialize_carry((1,))
+        return decode(model, carry, tokens), jax.lax.scan(model.step, carry, tokens.T)
+
+    (carry, logits), (wanted_carry, wanted) = both(tokens)
+    np.testing.assert_allclose(logits[0], wanted[:, 0], rtol=1e-4, atol=1e-5)
+    assert jax.tree.structure(carry) == jax.tree.structure(wanted_carry)
+
+
+def test_weights_are_arranged_outside_of_the_loop():
+    """A loop's body neither transposes nor joins nor converts a matrix of weights."""
+    config = LanguageModelConfig(
+        vocab_size=17, features=16, layers=1, state_dim=8, head_dim=8, implementation="xla", dtype=jnp.bfloat16
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+
+    def run(tokens):
+        decoder = Decoder(model)
+        return jax.lax.scan(decoder.step, decoder.pack(model.initialize_carry((1,))), tokens)
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote
+        equations = jax.make_jaxpr(run)(jnp.zeros((4, 1), jnp.int32)).eqns
+    (loop,) = (equation for equation in equations if equation.primitive.name == "scan")
+    size = 16 * 17  # of the smallest matrix, the embedding
+    for equation in loop.params["jaxpr"].eqns:
+        large = [v.aval for v in equation.invars if getattr(v.aval, "size", 0) >= size and len(v.aval.shape) == 2]
+        assert not large or equation.primitive.name in ("dot_general", "pjit", "jit", "gather"), equation
