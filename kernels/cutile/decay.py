@@ -140,5 +140,9 @@ def prepare(
         sums = ct.sum(ct.where(together[None, :, :], logs[:, None, :], 0.0), axis=2)
     else:
         sums = ct.cumsum(logs, axis=1)
+        # A scan on the GPU adds in another order at every position. Past the end the sum is that of the last token, to
+        # the bit: its own weight in the final state is 2**0.
+        end = ct.sum(ct.where((chunk * Q + token == SEQ - 1)[None, :], sums, 0.0), axis=1, keepdims=True)
+        sums = ct.where(real[None, :], sums, end)
     ct.store(step, index=(row, block, chunk), tile=sizes.reshape((1, HEAD_BLOCK, Q)))
     ct.store(decay, index=(row, block, chunk), tile=sums.reshape((1, HEAD_BLOCK, Q)))
