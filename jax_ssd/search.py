@@ -143,7 +143,8 @@ def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], N
     def attempt(choices: Iterable[Any]) -> None:
         plans = {choice: plan for choice in choices if choice not in times and (plan := _plan(choice)) is not None}
         note(f"{tunable.op} {tunable.implementation}: compiling {len(plans)}")
-        loaded = bench.load(plans, deadline)
+        now = time.monotonic()
+        loaded = bench.load(plans, now + (deadline - now) / 2)  # the other half is for timing
         for choice in plans:
             times[choice] = math.inf
             if choice in loaded and time.monotonic() < deadline:

@@ -68,17 +68,18 @@ class Tunable:
         if recorder is not None:
             recorder.append((self, problem))
         arch = _arch()
-        try:
-            choice = None if arch is None else self.choice(problem, arch)
-            if choice is not None:
-                plan = self.make(problem, choice)
-                plan.check(arch)
-                return plan
-        except (NotImplementedError, ValueError) as refusal:
-            _warn_once(
-                f"jax_ssd ignores a tuned choice of {self.op} for {arch}: {refusal}. The heuristic decides; "
-                f"`python -m jax_ssd tune` measures anew."
-            )
+        if arch is not None:
+            try:
+                choice = self.choice(problem, arch)
+                if choice is not None:
+                    plan = self.make(problem, choice)
+                    plan.check(arch)
+                    return plan
+            except (NotImplementedError, ValueError) as refusal:
+                _warn_once(
+                    f"jax_ssd ignores a tuned choice of {self.op} for {arch}: {refusal}. The heuristic decides; "
+                    f"`python -m jax_ssd tune` measures anew."
+                )
         return self.make(problem, None)
 
     def choice(self, problem: Any, arch: str) -> Any:

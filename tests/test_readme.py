@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from jax_ssd import __main__ as command_line
+from jax_ssd import config
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -25,3 +31,24 @@ def test_the_targets_it_names_exist():
     makefile = README.with_name("Makefile").read_text()
     for target in set(re.findall(r"(?:`|    )make ([a-z]+)", README.read_text())):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_commands_it_names_exist(monkeypatch):
+    """Up to where they would need a GPU or a compiler: the arguments are understood."""
+    monkeypatch.setattr("jax_ssd.search.autotune", lambda *_, **__: [])
+    commands = re.findall(r"`python -m jax_ssd ([^`]+)`", README.read_text())
+    assert {"doctor", "check", "tune 2.7b", "compile 2.7b --arch sm_90"} <= set(commands)
+    for command in commands:
+        name, *arguments = shlex.split(command)
+        assert name in command_line._COMMANDS
+        if name == "tune":
+            assert command_line.main([name, *arguments]) == 0
+    for module in set(re.findall(r"`python -m (benchmarks\.[a-z]+)`", README.read_text())):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_compiling_ahead_of_time_reads_its_arguments(tmp_path, capsys):
+    with config.override(cache_dir=tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax_ssd.tools.compile.compile_all", lambda jobs: print(sorted(jobs)) or 0)
+        assert command_line.main(["compile", "2.7b", "--arch", "sm_90"]) == 0
+    assert "['sm_90']" in capsys.readouterr().out

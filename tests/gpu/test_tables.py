@@ -1,0 +1,24 @@
+"""Every choice that the shipped table of this GPU can select, run at a small size against float64."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ssd import compile as kernels
+from jax_ssd import launch
+from tests import test_tables
+
+
+@pytest.mark.parametrize(("arch", "record", "implementation"), list(test_tables.entries()))
+def test_every_choice_is_right(arch, record, implementation):
+    if arch != kernels.target_arch():
+        pytest.skip(f"this GPU is {kernels.target_arch()}")
+    tunable = test_tables.TUNABLES[record["op"], implementation]
+    p, choice = test_tables.small(tunable, record, record["results"][implementation])
+    operands, expected = test_tables.operands_and_expected(p, record["op"])
+    made = tunable.make(p, choice)
+    results = launch.call(made, arch, *(jnp.asarray(operands[buffer.name]) for buffer in made.operands))
+    names = [buffer.name for buffer in made.results]
+    test_tables.check(p, dict(zip(names, map(np.asarray, results), strict=True)), expected)
