@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_ssd.mamba2 import plan, plan_backward
+from jax_ssd.mamba2 import plan, plan_backward, plan_cuda, plan_cuda_backward, plan_cuda_step
 from jax_ssd.mamba2.plan import SMALLEST_CHUNK, SMALLEST_STATE_TILE, Tiles, power_of_two
 from jax_ssd.mamba2.plan_backward import BackwardConfig
 from jax_ssd.mamba2.problem import Problem
@@ -68,6 +68,34 @@ def _step_values(p: Problem) -> Values:
     }
 
 
+def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
+    """The number of segments follows from their length."""
+    if split is not None:
+        segments = math.ceil(math.ceil(p.seq / plan_cuda.CHUNK) / split.chunks_per_segment)
+        split = replace(split, segments=segments)
+        if plan_cuda.group_blocks(p) % (split.warpgroups * split.blocks):
+            raise ValueError(f"{split} does not divide {plan_cuda.group_blocks(p)} blocks of a group")
+    return plan_cuda.forward(p, split)
+
+
+def _cuda_forward_values(p: Problem) -> Values:
+    chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p).segments
+    return {"blocks": (1, 2), "chunks_per_segment": [math.ceil(chunks / n) for n in _around(start, chunks)]}
+
+
+def _cuda_backward_values(p: Problem) -> Values:
+    start = plan_cuda_backward.backward_blocks(p)
+    return {
+        "segments": _around(start.segments, math.ceil(p.seq / plan_cuda_backward.CHUNK)),
+        "head_blocks": range(1, 9),
+        "row_slices": [n for n in range(1, 17) if p.batch % n == 0],
+    }
+
+
+def _cuda_step_values(p: Problem) -> Values:
+    return {"rows": [n for n in (1, 2, 4, 8, 16) if p.head_dim % n == 0], "threads": (64, 128, 256, 512)}
+
+
 def _fitting(p: Problem, chunk: int) -> int:
     """A measured chunk may be longer than the row."""
     return p.chunk_size or min(chunk, power_of_two(p.seq, SMALLEST_CHUNK))
@@ -99,4 +127,24 @@ BACKWARD = Tunable(
 )
 STEP = Tunable(
     "mamba2_step", "cutile", plan.step, plan.step_tiles, _step_values, local=("head_block", "head_dim_block")
+)
+CUDA_FORWARD = Tunable(
+    "mamba2_forward",
+    "cuda",
+    _cuda_forward,
+    plan_cuda.split,
+    _cuda_forward_values,
+    local=("segments", "chunks_per_segment"),
+)
+CUDA_BACKWARD = Tunable(
+    "mamba2_backward",
+    "cuda",
+    plan_cuda_backward.backward,
+    plan_cuda_backward.backward_blocks,
+    _cuda_backward_values,
+    local=("segments", "head_blocks", "row_slices"),
+    scratch=0.5,
+)
+CUDA_STEP = Tunable(
+    "mamba2_step", "cuda", plan_cuda_step.step, plan_cuda_step.step_blocks, _cuda_step_values, local=("rows", "threads")
 )

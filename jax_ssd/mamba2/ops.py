@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_ssd import op
-from jax_ssd.mamba2 import choices, chunked, plan_cuda_backward, plan_cuda_step, reference
+from jax_ssd.mamba2 import choices, chunked, reference
 from jax_ssd.mamba2.problem import Problem
 
 # Axis letters of every array that an op of this model can take or give; see partition.py.
@@ -220,7 +220,7 @@ BACKWARD = op.Definition(
     _backward_letters,
     _backward_abstract,
     _backward_plain,
-    _planned(problem, cutile=choices.BACKWARD, cuda=plan_cuda_backward.backward),
+    _planned(problem, cutile=choices.BACKWARD, cuda=choices.CUDA_BACKWARD),
     _padding,
 )
 STEP = op.Definition(
@@ -228,7 +228,7 @@ STEP = op.Definition(
     _step_letters,
     _step_abstract,
     _step_plain,
-    _planned(_step_problem, cutile=choices.STEP, cuda=plan_cuda_step.step),
+    _planned(_step_problem, cutile=choices.STEP, cuda=choices.CUDA_STEP),
 )
 
 forward = op.define(FORWARD)
