@@ -47,6 +47,6 @@ class Progress:
         line = f"[{self.count}/{self.total}, {seconds:.0f} s] {text}"
         if self._bar is not None:
             self._bar.update(self._task, advance=1)
-            self._bar.print(line, highlight=False, markup=False)
+            self._bar.print(line, highlight=False, markup=False, soft_wrap=True)
         elif self.show:
             print(line, flush=True)

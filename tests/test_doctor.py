@@ -17,6 +17,7 @@ SECTIONS = [
     "extension",
     "settings",
     "kernel cache",
+    "tuned choices",
     "what implementation=None chooses",
 ]
 
@@ -104,6 +105,13 @@ def test_cache_folder(tmp_path):
     (tmp_path / "file").touch()
     with config.override(cache_dir=tmp_path / "file" / "cache"):
         assert "cannot be written" in section("kernel cache") and "JAX_SSD_CACHE_DIR" in section("kernel cache")
+
+
+def test_tuned_choices(tmp_path):
+    with config.override(tuning_file=tmp_path / "tuning.json"):
+        (tmp_path / "tuning.json").write_text("{")
+        said = section("tuned choices")
+    assert "sm_90: " in said and "0 tuned here" in said and f"-> jax_ssd ignores its tuning file {tmp_path}" in said
 
 
 def test_a_failing_section_does_not_hide_the_others(monkeypatch):

@@ -1,4 +1,7 @@
-"""This library: jax_ssd (what a user gets), jax_ssd:cutile and so on (an order), plain_xla (implementation="xla")."""
+"""This library: jax_ssd (what a user gets), jax_ssd:cutile and so on (an order), plain_xla (implementation="xla").
+
+A precision comes last: jax_ssd:cutile:highest, jax_ssd::default.
+"""
 
 from __future__ import annotations
 
@@ -55,4 +58,4 @@ def load(name: str, options: Options) -> Peer:
     if name == "plain_xla":
         return Own(name, "xla", None)
     words = name.split(":")[1:]
-    return Own(name, words[0] if words else None, words[1] if len(words) > 1 else None)
+    return Own(name, words[0] or None if words else None, words[1] if len(words) > 1 else None)

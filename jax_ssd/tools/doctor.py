@@ -8,13 +8,14 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, mamba2, nvrtc
+from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, mamba2, nvrtc, tune
 
 _PACKAGES = (
     "jax_ssd",
@@ -49,6 +50,7 @@ def report() -> str:
         "extension": _extension,
         "settings": _settings,
         "kernel cache": _cache,
+        "tuned choices": _tuned,
         "what implementation=None chooses": _choices,
     }
     lines = []
@@ -151,6 +153,19 @@ def _cache() -> Iterator[str]:
         yield f"writable, {free / 1e9:.1f} GB free"
     else:
         yield f"it will be made on first use (below {existing})"
+
+
+def _tuned() -> Iterator[str]:
+    """What the tables hold; how many of them are the user's own."""
+    path = config.settings().tuning_file
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for arch in config.SUPPORTED_ARCHS:
+            shipped, all_of_them = tune.shipped(arch), tune.records(arch)
+            if all_of_them:
+                yield f"{arch}: {len(shipped)} sizes shipped, {len(all_of_them) - len(shipped)} tuned here"
+    yield f"tuned here is what {path or 'no file'} holds; `python -m jax_ssd tune` adds to it"
+    yield from (f"-> {warning.message}" for warning in said)
 
 
 def _choices() -> Iterator[str]:
