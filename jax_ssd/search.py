@@ -93,7 +93,7 @@ def autotune(
       NotImplementedError: JAX sees no NVIDIA GPU.
       RuntimeError: a plan does not run with the heuristic's choice either.
     """
-    device = _device()
+    device = tuning_device()
     arch = compile.target_arch(device)
     calls = plans_of(paths.calls(function, args, kwargs))
     found = []
@@ -360,7 +360,7 @@ def _tuned(tunable: Tunable, problem: Any, result: dict[str, Any], tried: int) -
     return Tuned(tunable.op, tunable.implementation, problem, result["us"], result["heuristic_us"], choice, tried)
 
 
-def _device() -> Any:
+def tuning_device() -> Any:
     try:
         return jax.devices("cuda")[0]
     except RuntimeError as error:

@@ -144,7 +144,9 @@ def find(text: str) -> list[Size]:
     return found
 
 
-def programs(size: Size) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]]:
+def programs(
+    size: Size, implementation: str | None = None
+) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]]:
     """What a program at this size calls, with arguments to trace it with: forward and backward, and a step.
 
     Raises:
@@ -163,14 +165,14 @@ def programs(size: Size) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeD
 
     def scan(*operands: jax.Array) -> jax.Array:
         given: Any = dict(zip(shapes, operands, strict=True))
-        return mamba2(**given, dt_softplus=size.softplus)
+        return mamba2(**given, dt_softplus=size.softplus, implementation=implementation)
 
     def loss(*operands: jax.Array) -> jax.Array:
         return scan(*operands).astype("float32").sum()
 
     def step(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         given: Any = dict(zip(of_step, operands, strict=True))
-        return mamba2_step(**given, dt_softplus=size.softplus)
+        return mamba2_step(**given, dt_softplus=size.softplus, implementation=implementation)
 
     of_step = {"state": (size.batch, *tokens[2:], size.state)}
     of_step |= {name: shape if len(shape) == 1 else (shape[0], *shape[2:]) for name, shape in shapes.items()}

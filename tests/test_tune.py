@@ -240,7 +240,7 @@ class FakeBench:
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.setattr(search, "_device", lambda: SimpleNamespace(compute_capability="9.0", device_kind="fake"))
+    monkeypatch.setattr(search, "tuning_device", lambda: SimpleNamespace(compute_capability="9.0", device_kind="fake"))
     monkeypatch.setattr(search, "Bench", FakeBench)
     monkeypatch.setattr(FakeBench, "timed", [])
     monkeypatch.setattr(FakeBench, "interrupt_after", math.inf)

@@ -42,7 +42,12 @@ def requests(programs: Sequence[tuple], arch: str) -> dict[compile.Request, str]
     found: dict[compile.Request, str] = {}
     with config.override(target_arch=arch):
         for label, (function, operands) in programs:
-            for path in dispatch_paths(function, *operands, platform="cuda"):
+            try:
+                paths = dispatch_paths(function, *operands, platform="cuda")
+            except NotImplementedError as refusal:  # of the implementation that was asked for
+                print(f"{label}: {refusal}")
+                continue
+            for path in paths:
                 if path.plan is None:
                     print(f"{label}: {path.op} runs {path.implementation!r}, which has nothing to compile")
                     for name, reason in path.refusals.items():

@@ -10,11 +10,10 @@ Interrupt it at any time: what was measured is kept, and the next run goes on fr
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_ssd import config, search, sizes
+from jax_ssd import config, dispatch, search, sizes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,17 +27,24 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--output", type=Path, help="file of results (default: JAX_SSD_TUNING_FILE)")
     options = made.parse_args(arguments)
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
-    with config.override(**output), contextlib.suppress(KeyboardInterrupt):
+    programs, failed = named_programs(options), 0
+    with config.override(**output):
         try:
-            for _, (function, operands) in named_programs(options):
-                search.autotune(function, *operands, force=options.force, seconds=options.seconds)
-        except (NotImplementedError, RuntimeError) as error:
+            search.tuning_device()
+            for label, (function, operands) in programs:
+                try:
+                    search.autotune(function, *operands, force=options.force, seconds=options.seconds)
+                except (NotImplementedError, RuntimeError) as error:
+                    print(f"{label}: {error}")
+                    failed += 1
+        except NotImplementedError as error:
             print(f"jax_ssd tune: {error}")
             return 1
+        except KeyboardInterrupt:
+            print("Interrupted; what was measured is kept.")
+            return 130
         print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
-        return 0
-    print("Interrupted; what was measured is kept.")
-    return 130
+    return 1 if failed else 0
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +53,9 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         "sizes", nargs="+", help="a name (jax_ssd/sizes.py) or its end, PREFIX*, models, or n=B,T,G,H,N,P"
     )
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward", "step"), help="only these")
+    parser.add_argument(
+        "--implementation", choices=dispatch.KERNELS, help="only this one (default: those None chooses)"
+    )
 
 
 def named_programs(options: argparse.Namespace) -> list[tuple[str, tuple]]:
@@ -56,7 +65,7 @@ def named_programs(options: argparse.Namespace) -> list[tuple[str, tuple]]:
         return [
             (f"{size.name} {label}", program)
             for size in named
-            for label, program in sizes.programs(size).items()
+            for label, program in sizes.programs(size, options.implementation).items()
             if options.passes is None or label in options.passes
         ]
     except ValueError as error:
