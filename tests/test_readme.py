@@ -35,6 +35,7 @@ def test_the_targets_it_names_exist():
 
 def test_the_commands_it_names_exist(monkeypatch):
     """Up to where they would need a GPU or a compiler: the arguments are understood."""
+    monkeypatch.setattr("jax_ssd.search.tuning_device", lambda: None)
     monkeypatch.setattr("jax_ssd.search.autotune", lambda *_, **__: [])
     commands = re.findall(r"`python -m jax_ssd ([^`]+)`", README.read_text())
     assert {"doctor", "check", "tune 2.7b", "compile 2.7b --arch sm_90"} <= set(commands)
