@@ -1,0 +1,236 @@
+"""Which kernels run the backward of a Mamba-3 scan, on which grid, with which scratch.
+
+States before each chunk and adjoints of the states after it are recomputed by walks over the chunks; one kernel makes
+everything that a chunk gives, from both; the rest are sums over chunks, groups and time in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_ssd.mamba3.problem import Problem
+from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.specs import CudaKernel
+
+FILE = "mamba3_backward.cu"
+ROWS = 64  # of a tile: tokens x ranks of a chunk
+LARGEST_STATE = 128
+LARGEST_HEAD_DIM = 128
+WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
+WALK_COLUMNS = 64  # of the state, of one block
+WALK_THREADS, CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 512, 256, 1024, 256
+MULTIPROCESSORS = 132  # of an H100 or H200
+MOST_PARTS = 8
+GRID_ROWS = 65_535
+PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
+STATE = ("state_angle", "state_ssm", "state_k", "state_v")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What changes a backward's speed and memory, but not its result beyond rounding.
+
+    tokens: of a chunk; with the rank rounded up to a power of two, at most 64 rows. parts: so many blocks share the
+    heads of a group in a chunk, each with sums of its own for the gradients of q and k.
+    """
+
+    tokens: int
+    parts: int = 1
+
+    def __post_init__(self):
+        if self.tokens < 1 or self.parts < 1:
+            raise ValueError(f"tokens and parts must be at least 1, got {self}.")
+
+
+def heuristic(problem: Problem) -> BackwardConfig:
+    """Whole tiles, and enough blocks for the last round of them to be full as well."""
+    p = problem
+    tokens = min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
+    blocks = p.batch * math.ceil(p.seq / tokens) * p.groups
+    group_heads = p.heads // p.groups
+
+    def rounds(parts: int) -> int:
+        return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+
+    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
+    return BackwardConfig(tokens, parts)
+
+
+def ranks(problem: Problem) -> int:
+    """Rows of a tile per token: a power of two."""
+    return 1 << (problem.rank - 1).bit_length()
+
+
+def check_supported(problem: Problem) -> None:
+    """Raises NotImplementedError for what these kernels do not do, naming the limit and the figure."""
+    p = problem
+    cure = "use implementation='xla'"
+    if p.dtype != "bfloat16":
+        raise NotImplementedError(f"the backward kernels of Mamba-3 take bfloat16, got {p.dtype}; {cure}")
+    if "cu_seqlens" in p.given:
+        raise NotImplementedError(f"the backward kernels of Mamba-3 take no packed sequences (cu_seqlens); {cure}")
+    for name, size, most in (("state", p.state, LARGEST_STATE), ("head_dim", p.head_dim, LARGEST_HEAD_DIM)):
+        if size % WIDTH or size > most:
+            raise NotImplementedError(
+                f"the backward kernels of Mamba-3 take multiples of {WIDTH} up to {most} as {name}, got {size}; {cure}"
+            )
+    if min(p.pairs, p.seq, p.batch) < 1:
+        raise NotImplementedError(
+            f"the backward kernels of Mamba-3 take at least one rotated pair, token and row, got {p.pairs}, {p.seq} "
+            f"and {p.batch}; {cure}"
+        )
+    if p.batch * p.heads > GRID_ROWS:
+        raise NotImplementedError(
+            f"the backward kernels of Mamba-3 take up to {GRID_ROWS:,} heads in a batch, got {p.batch * p.heads:,}; "
+            f"{cure}"
+        )
+
+
+def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
+    """All gradients of one call, of parameters one row per entry of the batch."""
+    check_supported(problem)
+    return _Builder(problem, config or heuristic(problem)).plan()
+
+
+class _Builder:
+    """Sizes, buffers and launches of one backward."""
+
+    def __init__(self, problem: Problem, config: BackwardConfig):
+        p, self.problem, self.config = problem, problem, config
+        if config.tokens * ranks(p) > ROWS:
+            raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {ROWS}")
+        self.norm = "norm_weight" in p.given
+        self.chunks = math.ceil(p.seq / config.tokens)
+        self.wide_state, self.wide_head_dim = _multiple(p.state, 64), _multiple(p.head_dim, 32)
+        self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
+        moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
+        self.results = tuple(
+            Buffer(f"grad_{b.name}", (p.batch, *b.shape[1:]) if b.name in PARAMETERS else b.shape, b.dtype)
+            for b in moving
+        )
+        heads, states = (p.batch, p.heads, p.seq), (p.batch, p.heads, self.chunks, p.state, p.head_dim)
+        self.scratch = (
+            *(Buffer(name, heads, "float32") for name in ("gamma", "f", "decay", "d_f", "d_gamma")),
+            Buffer("states", states, "bfloat16"),
+            Buffer("adjoints", states, "bfloat16"),
+            *(Buffer(name, (config.parts, *p.given["q"].shape), "float32") for name in ("q_sums", "k_sums")),
+            *([Buffer("normed", (*heads, p.rank, p.head_dim), "bfloat16")] if self.norm else []),
+            Buffer("records", (p.batch, self.chunks, p.heads, self.record), "float32"),
+        )
+        self.present = {b.name for b in (*p.operands, *self.results, *self.scratch)}
+
+    def plan(self) -> Plan:
+        p = self.problem
+        rows = p.batch * p.heads
+        steps = ("dt", "trap")
+        schedule = ("angles", "adt", *steps, "state_angle", "gamma", "f", "decay", "grad_angles")
+        arrays, weights = ("q", "k", "v", "z", "dy"), ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z")
+        inputs = (*arrays, "normed", *weights)
+        walk = (*inputs, "f", "decay", "grad_angles", *steps, *STATE[1:], "d_state_ssm", "states", "adjoints")
+        chunk = (*inputs, "D", "gamma", "f", "decay", "states", "adjoints", "d_state_angle", "d_state_k", "d_state_v")
+        chunk += ("grad_angles", "grad_adt", "d_f", "d_gamma", "grad_v", "grad_z", "q_sums", "k_sums", "records")
+        normalize = ("D", "norm_weight", "gamma", "f", "decay", "grad_angles", "states", "normed", "grad_z", "records")
+        parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
+        time = ("angles", *steps, "d_f", "d_gamma", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
+        blocks = p.batch * self.chunks * p.groups * self.config.parts
+        launches = [
+            self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
+            *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
+            self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
+            self.launch(
+                "group_sums",
+                (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1),
+                SUM_THREADS,
+                ("q_sums", "k_sums", "grad_q", "grad_k"),
+            ),
+            self.launch(
+                "parameter_sums",
+                (math.ceil(p.heads * self.record / SUM_THREADS), p.batch, 1),
+                SUM_THREADS,
+                ("records", *(f"grad_{name}" for name in parameters)),
+            ),
+            self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
+        ]
+        if "state_ssm" in p.given:
+            state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", "grad_state_k", "grad_state_v")
+            state += ("grad_mimo_v", "grad_dt", "grad_trap")
+            launches.append(self.launch("state_gradients", (rows, 1, 1), SUM_THREADS, state))
+        return Plan("mamba3_backward", p.operands, self.results, self.scratch, tuple(launches))
+
+    def walks(self, walk: tuple[str, ...], normalize: tuple[str, ...]) -> list[Launch]:
+        """Both directions at once, unless a norm needs the states for the adjoints of what it was given."""
+        p = self.problem
+        grid = (math.ceil(p.state / WALK_COLUMNS), p.batch * p.heads)
+
+        def directions(first: int, count: int) -> Launch:
+            scalar = (ScalarArg(first, "int32"),)
+            return self.launch("walk", (*grid, count), WALK_THREADS, walk, self.walk_shared(), scalar)
+
+        if not self.norm:
+            return [directions(0, 2)]
+        grid_normalize, shared = (self.chunks, p.batch * p.heads, 1), self.normalize_shared()
+        ahead = self.launch("normalize", grid_normalize, NORMALIZE_THREADS, normalize, shared)
+        return [directions(0, 1), ahead, directions(1, 1)]
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
+        scalars: tuple[ScalarArg, ...] = ()
+    ) -> Launch:  # fmt: skip
+        """Absent arrays are never touched; any other stands in for them."""
+        arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
+        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}>", self.options())
+        return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared)
+
+    def options(self) -> tuple[str, ...]:
+        p, given = self.problem, self.problem.given
+        sizes = {
+            "BATCH": p.batch,
+            "SEQ": p.seq,
+            "HEADS": p.heads,
+            "GROUPS": p.groups,
+            "RANK": p.rank,
+            "RANKS": ranks(p),
+            "STATE": p.state,
+            "HEAD_DIM": p.head_dim,
+            "PAIRS": p.pairs,
+            "TOKENS": self.config.tokens,
+            "PARTS": self.config.parts,
+            "SHARED_PARAMS": p.param_rows == 1,
+            "HALF_ROTARY": p.rotary == "half",
+            "SISO": "mimo_v" not in given,
+            "KEEPS_RANK": p.keeps_rank,
+            "HAS_GATE": "z" in given,
+            "HAS_SKIP": "D" in given,
+            "HAS_NORM": "norm_weight" in given,
+            "HAS_STATE": "state_ssm" in given,
+            "HAS_FINAL": "d_state_ssm" in given,
+            "CHUNK_SHARED": self.chunk_shared(),
+            "WALK_SHARED": self.walk_shared(),
+            "NORMALIZE_SHARED": self.normalize_shared(),
+        }
+        return (*(f"-D{name}={int(value)}" for name, value in sizes.items()), f"-DNORM_EPS={p.norm_eps!r}f")
+
+    def walk_shared(self) -> int:
+        """Two buffers of a chunk's rows, and the parameters of all ranks."""
+        rows = 2 * ROWS * (WALK_COLUMNS + 8 + self.wide_head_dim + 8) * 2
+        return rows + ranks(self.problem) * (2 * WALK_COLUMNS + 3 * self.wide_head_dim) * 4
+
+    def chunk_shared(self) -> int:
+        """Rows of q, k, v and dO, both states, both products of rows with rows, phases, and slots of sums."""
+        state, head_dim = self.wide_state, self.wide_head_dim
+        tiles = 2 * ROWS * (state + 8 + head_dim + 8) + 2 * state * (head_dim + 8) + 2 * ROWS * (ROWS + 8)
+        tables = 4 * self.config.tokens * self.problem.pairs
+        slots = 26 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
+        return 2 * tiles + 4 * (tables + slots)
+
+    def normalize_shared(self) -> int:
+        """Rows of q, k and v, a state, products of rows with rows, phases, and slots of sums."""
+        state, head_dim = self.wide_state, self.wide_head_dim
+        tiles = ROWS * (2 * (state + 8) + head_dim + 8) + state * (head_dim + 8) + ROWS * (ROWS + 8)
+        sums = 11 * ROWS + 2 * (2 * ranks(self.problem) + 1) * head_dim
+        return 2 * tiles + 8 * self.config.tokens * self.problem.pairs + 4 * sums
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of

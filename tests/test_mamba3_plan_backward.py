@@ -1,0 +1,131 @@
+"""Plans of the Mamba-3 backward, without a GPU: results, refusals, and kernels that compile for every architecture."""
+
+import dataclasses
+
+import pytest
+
+from jax_ssd import compile as kernels
+from jax_ssd import config, nvrtc
+from jax_ssd.mamba3 import plan_backward
+from jax_ssd.mamba3.plan_backward import BackwardConfig, backward, heuristic, ranks
+from jax_ssd.mamba3.problem import Problem
+from jax_ssd.plans import Buffer
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason="NVRTC is not installed")
+
+
+def problem(
+    *, batch=2, seq=300, heads=4, groups=1, rank: int | None = 4, state=128, head_dim=64, pairs=32, dtype="bfloat16",
+    rotary="pairwise", gate=True, skip=True, norm=False, fold=True, initial=False, final=False, chunk_size=None,
+    packed=False
+) -> Problem:  # fmt: skip
+    """A backward's problem as `mamba3` makes it."""
+    mimo, r = rank is not None, rank or 1
+    tokens, steps = (batch, seq, heads, head_dim), (batch, heads, seq)
+    per_rank = (1, heads, r, head_dim)
+    pieces = {"angle": (pairs,), "ssm": (head_dim, state), "k": (r, state), "v": (head_dim,)}
+    states = {name: (batch, 1, heads, *shape) for name, shape in pieces.items()}
+    values = {"q": (batch, seq, r, groups, state), "k": (batch, seq, r, groups, state), "v": tokens}
+    floats = {"q_bias": (1, heads, r, state), "k_bias": (1, heads, r, state), "angles": (batch, seq, heads, pairs)}
+    floats |= dict.fromkeys(("adt", "dt", "trap"), steps)
+    floats |= {"mimo_v": per_rank} if mimo else {}
+    floats |= {"mimo_o": per_rank} if mimo and fold else {}
+    values |= {"z": tokens} if gate else {}
+    floats |= {"mimo_z": per_rank} if gate and mimo else {}
+    floats |= {"D": (1, heads)} if skip else {}
+    floats |= {"norm_weight": (1, heads, head_dim)} if norm else {}
+    floats |= {f"state_{name}": shape for name, shape in states.items()} if initial else {}
+    values["dy"] = (batch, seq, r, heads, head_dim) if mimo and not fold else tokens
+    floats |= {f"d_state_{name}": shape for name, shape in states.items()} if final else {}
+    operands = [
+        *(Buffer(n, s, dtype) for n, s in values.items()),
+        *(Buffer(n, s, "float32") for n, s in floats.items()),
+    ]
+    if packed:
+        operands.append(Buffer("cu_seqlens", (batch, 3), "int32"))
+    return Problem(
+        batch, seq, heads, head_dim, groups, state, r, pairs, dtype, 1, rotary, 1e-5, final, chunk_size, "highest",
+        tuple(operands),
+    )  # fmt: skip
+
+
+VARIANTS = {
+    "mimo": {},
+    "siso": {"rank": None},
+    "states": {"initial": True, "final": True, "rotary": "half"},
+    "ranks": {"fold": False, "rank": 3, "skip": False},
+    "bare": {"gate": False, "skip": False, "rank": 8, "pairs": 64},
+    "norm": {"norm": True, "initial": True},
+    "small": {"state": 16, "head_dim": 8, "pairs": 3, "rank": 2, "seq": 5, "heads": 2},
+    "wide": {"head_dim": 128, "rank": None, "pairs": 64},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_plan_is_sound_and_returns_every_gradient(changes):
+    p = problem(**changes)
+    plan = backward(p)
+    plan.check("sm_90")
+    moving = [b for b in p.operands if b.name != "dy" and not b.name.startswith("d_")]
+    assert [(b.name, b.dtype) for b in plan.results] == [(f"grad_{b.name}", b.dtype) for b in moving]
+    for before, after in zip(moving, plan.results, strict=True):
+        rows = p.batch if before.name in plan_backward.PARAMETERS else before.shape[0]
+        assert after.shape == (rows, *before.shape[1:])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
+def test_kernels_compile_for_every_architecture(arch):
+    plan = backward(problem(norm=True, initial=True, final=True, state=64, head_dim=32, pairs=16))
+    plan.check(arch)
+    cubins = kernels.compile_launches([(launch.kernel, ()) for launch in plan.launches], arch)
+    for launch, cubin in zip(plan.launches, cubins, strict=True):
+        assert [size for _, size in cubin.parameters] == plan.parameter_sizes(launch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_kernels_compile_with_every_option(changes):
+    plan = backward(problem(**changes))
+    kernels.compile_launches([(launch.kernel, ()) for launch in plan.launches], "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "float32"}, "take bfloat16, got float32"),
+        ({"dtype": "float16"}, "take bfloat16, got float16"),
+        ({"packed": True}, "cu_seqlens"),
+        ({"state": 36}, "multiples of 8 up to 128 as state, got 36"),
+        ({"state": 256}, "up to 128 as state, got 256"),
+        ({"head_dim": 136}, "up to 128 as head_dim, got 136"),
+        ({"pairs": 0}, "at least one rotated pair"),
+        ({"batch": 40_000}, "up to 65,535 heads in a batch, got 160,000"),
+    ],
+)
+def test_what_the_kernels_do_not_do_is_refused_with_limit_and_figure(changes, words):
+    with pytest.raises(NotImplementedError, match=words):
+        backward(problem(**changes))
+
+
+def test_a_device_with_less_shared_memory_refuses_with_both_figures():
+    plan = backward(problem())
+    with pytest.raises(NotImplementedError, match=r"shared memory on sm_86: [\d,]+ bytes, at most 101,376"):
+        plan.check("sm_86")
+
+
+def test_a_tile_has_at_most_64_rows_whatever_the_rank_and_the_chunk():
+    for rank in range(1, 9):
+        for chunk_size in (None, 1, 7, 64, 256):
+            p = problem(rank=rank, chunk_size=chunk_size)
+            assert rank <= ranks(p) < 2 * rank
+            assert heuristic(p).tokens * ranks(p) <= 64
+    with pytest.raises(NotImplementedError, match="a tile has 64"):
+        backward(problem(), BackwardConfig(tokens=32))
+
+
+def test_few_chunks_share_the_heads_of_a_group_among_blocks():
+    assert heuristic(problem(batch=1, seq=256, heads=32)).parts > 1
+    assert heuristic(problem(groups=4)).parts == 1
+    with pytest.raises(ValueError, match="at least 1"):
+        dataclasses.replace(heuristic(problem()), parts=0)
