@@ -182,13 +182,14 @@ def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], N
         if math.isfinite(times[choice]):
             times[choice] = bench.time(programs[choice], CAREFUL)
     best = min(dict.fromkeys([start, *finalists]), key=times.__getitem__)
-    if times[best] > (1 - MARGIN) * times[start]:
-        best = start
+    if bench.host_bound or times[best] > (1 - MARGIN) * times[start]:
+        best = start  # no lead, or the host is slower than the kernels, so that nothing was seen of them
     tried = [[_difference(choice, start), round(us, 2)] for choice, us in times.items() if math.isfinite(us)]
     return {
-        "choice": tune.as_json(best),
+        "choice": _difference(best, start),
         "us": round(times[best], 2),
         "heuristic_us": round(times[start], 2),
+        "host_bound": bench.host_bound,
         "tried": tried,
     }
 
@@ -234,6 +235,7 @@ class Bench:
     sets: list[list[jax.Array]] = field(init=False)
     expected: list[jax.Array] | None = None
     failure: str = ""  # the last one
+    host_bound: bool = False  # whether the last program waited for the host
 
     def __post_init__(self) -> None:
         calls = timing.calls_per_program(_passed(self.plan), MOST_CALLS)
@@ -296,7 +298,9 @@ class Bench:
                 carried[0], outputs = program.run(carried[0], fixed)
                 return outputs
 
-            return 1e6 * timing.measure(execute, jax.block_until_ready, len(self.sets), effort).seconds
+            measured = timing.measure(execute, jax.block_until_ready, len(self.sets), effort)
+            self.host_bound = measured.host_bound
+            return 1e6 * measured.seconds
         except Exception as error:  # a launch that the driver refuses, too little memory: no candidate
             self.failure = f"{type(error).__name__}: {error}"
             return math.inf
@@ -355,9 +359,8 @@ def _before(tunable: Tunable, arch: str, problem: Any) -> dict[str, Any] | None:
 
 
 def _tuned(tunable: Tunable, problem: Any, result: dict[str, Any], tried: int) -> Tuned:
-    start = asdict(tunable.heuristic(problem))
-    choice = {name: value for name, value in result["choice"].items() if value != start.get(name)}
-    return Tuned(tunable.op, tunable.implementation, problem, result["us"], result["heuristic_us"], choice, tried)
+    times = result["us"], result["heuristic_us"]
+    return Tuned(tunable.op, tunable.implementation, problem, *times, result["choice"], tried)
 
 
 def tuning_device() -> Any:

@@ -2,8 +2,8 @@
 
 A *choice* is one value of a frozen dataclass that a plan function takes, such as tiles. Measured ones are records in
 JSON files: one shipped for each architecture (tables/sm_90.json), over it the user's own (JAX_SSD_TUNING_FILE), which
-`jax_ssd.autotune` and `python -m jax_ssd tune` write. A record holds one problem and, by implementation, the fastest
-choice for it with its time and where that comes from.
+`jax_ssd.autotune` and `python -m jax_ssd tune` write. A record holds one problem and, by implementation, in what the
+fastest choice for it differs from the heuristic's, its time and where that comes from.
 
 A lookup takes the record that is nearest in size among those that agree in everything else that shapes a kernel, so a
 new length or batch size never calls for new measurements. With no such record, or if the plan refuses what it says,
@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -83,15 +83,18 @@ class Tunable:
         return self.make(problem, None)
 
     def choice(self, problem: Any, arch: str) -> Any:
-        """The choice of the nearest record, or None. Raises ValueError if the record holds none."""
+        """The heuristic's choice with the changes of the nearest record; None if there is no record.
+
+        Raises ValueError if that is no choice.
+        """
         found = lookup(self.op, arch, problem, (self.implementation,))
         if found is None:
             return None
         record, near = found
         start = self.heuristic(problem)
         known = {field.name for field in fields(start)} - (set() if near else set(self.local))
-        measured = record["results"][self.implementation]["choice"]
-        return replace(start, **{name: value for name, value in measured.items() if name in known})
+        changes = record["results"][self.implementation]["choice"]
+        return replace(start, **{name: value for name, value in changes.items() if name in known})
 
 
 @contextlib.contextmanager
@@ -228,11 +231,6 @@ def dump(table: Sequence[Record]) -> str:
         results = [f"   {json.dumps(name)}: {json.dumps(result)}" for name, result in record["results"].items()]
         entries.append(f'  {head[:-1]}, "results": {{\n' + ",\n".join(results) + "}}")
     return f'{{"schema": {SCHEMA}, "records": [\n' + ",\n".join(entries) + "\n]}\n"
-
-
-def as_json(choice: Any) -> dict[str, Any]:
-    """A choice as a record holds it."""
-    return asdict(choice)
 
 
 _recorder: ContextVar[list | None] = ContextVar("jax_ssd_planned", default=None)

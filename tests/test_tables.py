@@ -6,7 +6,6 @@ Choices of CUDA C++ kernels, which no emulator runs, are compared in tests/gpu/t
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
@@ -45,18 +44,18 @@ def problem_of(record: dict[str, Any], **changes: Any) -> Problem:
 
 
 def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any]) -> tuple[Problem, Any]:
-    """The record's kernels on a few tokens of as few heads as the choice can be cut into, and the choice."""
-    seq = 1 if tunable.op.endswith("step") else 2 * result["choice"].get("chunk", 64) + 1
+    """A problem of few tokens and heads for the record's kernels, and the choice made at the record's own size."""
+    choice = choice_of(tunable, problem_of(record), result)
+    seq = 1 if tunable.op.endswith("step") else 2 * getattr(choice, "chunk", 64) + 1
     for heads in (1, 2, 4, 8, 16, 32):
         told = record["problem"] | {"batch": 1, "seq": seq, "heads": heads, "groups": 1, "return_final_state": True}
         p = problem_of({"problem": told})
         try:
-            choice = choice_of(tunable, p, result)
             tunable.make(p, choice)
         except (ValueError, NotImplementedError):
             continue
         return p, choice
-    raise AssertionError(f"no small problem for {result['choice']}")
+    raise AssertionError(f"no small problem for {choice}")
 
 
 def test_there_is_a_table_and_it_says_where_it_comes_from():
@@ -90,7 +89,8 @@ def distinct() -> list[Any]:
         if implementation == "cutile":
             result = record["results"][implementation]
             shared = [record["problem"].get(name) for name in tune.SHARED]
-            found.setdefault(json.dumps([record["op"], shared, result["choice"]]), (record, result))
+            choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record), result)
+            found.setdefault(str((record["op"], shared, choice)), (record, result))
     return [pytest.param(*pair, id=f"{pair[0]['op']}-{number}") for number, pair in enumerate(found.values())]
 
 

@@ -37,8 +37,7 @@ def own_file(tmp_path, monkeypatch):
 
 
 def store(p: Any = PROBLEM, us: float = 10.0, implementation: str = "cutile", **changes: Any) -> None:
-    choice = dataclasses.asdict(plan.tiles(p)) | changes
-    result = {"choice": choice, "us": us, "heuristic_us": us, "tried": []}
+    result = {"choice": changes, "us": us, "heuristic_us": us, "tried": []}
     tune.store("mamba2_forward", ARCH, p, implementation, result)
 
 
@@ -119,6 +118,12 @@ def refusing(make):
         return make(p, tiles)
 
     return forward
+
+
+def test_where_nothing_beat_the_heuristic_it_decides_at_every_size():
+    store()
+    for seq in (64, 1024, 1 << 18):
+        assert chosen(seq=seq) == plan.tiles(dataclasses.replace(PROBLEM, seq=seq))
 
 
 def test_fields_of_another_version_are_left_out():
@@ -223,7 +228,7 @@ class FakeBench:
     interrupt_after = math.inf
 
     def __init__(self, device, arch, plan, problem):
-        self.arch, self.failure = arch, "no reason"
+        self.arch, self.failure, self.host_bound = arch, "no reason", False
 
     def load(self, plans, deadline):
         return {choice: choice for choice in plans if getattr(choice, "worker_warps", None) != 8}
@@ -302,6 +307,18 @@ def test_no_choice_needs_more_memory_than_it_may(bench):
     allowed = max(search._scratch(start), 0.5 * search._passed(start))
     backward = [choice for choice in bench.timed if hasattr(choice, "tokens_occupancy")]
     assert all(search._scratch(tunable.make(p, choice)) <= allowed for choice in backward)
+
+
+def test_a_size_the_host_is_too_slow_for_keeps_the_heuristics_choice(bench, monkeypatch):
+    class Slow(FakeBench):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.host_bound = True
+
+    monkeypatch.setattr(search, "Bench", Slow)
+    function, operands = CALL["forward"]
+    assert jax_ssd.autotune(function, *operands, progress=False)[0].choice == {}
+    assert all(result["host_bound"] for record in tune.records(ARCH) for result in record["results"].values())
 
 
 def test_noise_does_not_move_a_choice(bench, monkeypatch):
