@@ -19,6 +19,8 @@ from jax_ssd import __main__ as command_line
 from jax_ssd import compile as kernels
 from jax_ssd import config, dispatch, launch, op, paths, search, sizes, timing, tune
 from jax_ssd.mamba2 import choices, plan
+from jax_ssd.mamba3.problem import Problem as Mamba3Problem
+from jax_ssd.plans import Buffer
 from tests.scan_float64 import problem
 
 ARCH = "sm_90"
@@ -189,6 +191,20 @@ def test_results_of_two_implementations_share_a_record(own_file):
     (record,) = tune.records(ARCH)
     assert {name: result["us"] for name, result in record["results"].items()} == {"cutile": 9, "cuda": 12}
     assert tune.parse(own_file.read_text()) == [record]
+
+
+def test_problems_of_other_ops_are_described_too():
+    buffers = (Buffer("v", (2, 8, 4, 16), "bfloat16"), Buffer("z", (2, 8, 4, 16), "bfloat16"))
+    sizes_of = {"batch": 2, "seq": 8, "heads": 4, "head_dim": 16, "groups": 1, "state": 16, "rank": 4, "pairs": 8}
+    p = Mamba3Problem(
+        **sizes_of, dtype="bfloat16", param_rows=1, rotary="half", norm_eps=1e-5, return_final_state=False,
+        chunk_size=None, precision="default", operands=buffers,
+    )  # fmt: skip
+    told = tune.describe(p)
+    assert told["operands"] == "v z" and json.loads(json.dumps(told)) == told
+    assert tune.distance(told, told) == 0
+    assert tune.distance(told, tune.describe(dataclasses.replace(p, operands=buffers[:1]))) == tune.DIFFERENCE
+    assert tune.distance(told, tune.describe(dataclasses.replace(p, rank=1))) == math.inf
 
 
 CALL = sizes.programs(sizes.Size("test", 4, 1024, 1, 8, 128, 64))
