@@ -41,6 +41,7 @@ constexpr int kGroupHeads = kHeads / kGroups;
 constexpr int kPartHeads = (kGroupHeads + kParts - 1) / kParts;
 constexpr int kWideN = (kN + 63) / 64 * 64, kWideP = (kP + 31) / 32 * 32;       // of tiles
 constexpr int kPitchN = kWideN + 8, kPitchP = kWideP + 8, kPitchM = kRows + 8;  // 16 bytes more: no bank conflicts
+constexpr int kRankedToken = kHeads * kP * (kKeepsRank ? kRank : 1);            // of dy
 constexpr float kPi = 3.14159265358979f;
 
 static_assert(kTokens * kRanks <= kRows && kRank <= kRanks);
@@ -57,7 +58,11 @@ __device__ inline long long token_head(int b, int t, int h) { return ((long long
 __device__ inline long long head_token(int b, int h, int t) { return ((long long)b * kHeads + h) * kSeq + t; }
 __device__ inline int param_row(int b) { return kSharedParams ? 0 : b; }
 
-__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }  // 0 for -inf and below -87
+__device__ inline float sigmoid(float x) {  // 0 for -inf
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + exp2_fast(-LOG2E * x)));
+  return r;
+}
 
 // The same in all lanes, for the compiler to know.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0); }
@@ -96,7 +101,8 @@ enum class Zeros { kNone, kAbove, kBelow };  // where the 16 x 16 blocks of the 
 
 // d += A B for one warp: d is Ms x 16 by Ns x 8, the sum goes over Ks x 16. A is stored [m][k], or [k][m] if
 // TransposedA; B is stored [k][n], or [n][k] if TransposedB. first_m: the block row at which `a` begins.
-template <int Ms, int Ns, int Ks, bool TransposedA, bool TransposedB, Zeros Skipped = Zeros::kNone>
+// Apart: from one eight columns of B that a warp takes to the next.
+template <int Ms, int Ns, int Ks, bool TransposedA, bool TransposedB, Zeros Skipped = Zeros::kNone, int Apart = 8>
 __device__ inline void add_product(float (&d)[Ms][Ns][4], const bf16* a, int pitch_a, const bf16* b, int pitch_b,
                                    int first_m = 0) {
   const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
@@ -110,11 +116,11 @@ __device__ inline void add_product(float (&d)[Ms][Ns][4], const bf16* a, int pit
     next_a = 32, next_m = 32 * pitch_a;
   }
   if constexpr (TransposedB) {
-    at_b = shared_address(b + (third * 8 + low) * pitch_b + second * 8);
-    next_b = 32, next_n = 32 * pitch_b;
+    at_b = shared_address(b + (third * Apart + low) * pitch_b + second * 8);
+    next_b = 32, next_n = 4 * Apart * pitch_b;
   } else {
-    at_b = shared_address(b + (second * 8 + low) * pitch_b + third * 8);
-    next_b = 32 * pitch_b, next_n = 32;
+    at_b = shared_address(b + (second * 8 + low) * pitch_b + third * Apart);
+    next_b = 32 * pitch_b, next_n = 4 * Apart;
   }
   const auto skipped = [&](int m, int k) {
     if constexpr (Skipped == Zeros::kAbove) return first_m + m < k;
@@ -153,6 +159,42 @@ __device__ inline float sum_over_ranks(float x) {
 #pragma unroll
   for (int offset = 4; offset < 4 * kRanks; offset *= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
   return x;
+}
+
+// The same of Count values in each lane, for fewer shuffles: a lane with rank r keeps the sums of the values from
+// r * Count / kRanks on, at the beginning of x.
+template <int Count, int Offset = 2 * kRanks>
+__device__ inline void share_over_ranks(float* x) {
+  if constexpr (Offset >= 4) {
+    const bool upper = threadIdx.x & Offset;
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      const float other = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i + Count / 2], Offset);
+      x[i] = (upper ? x[i + Count / 2] : x[i]) + other;
+    }
+    share_over_ranks<Count / 2, Offset / 2>(x);
+  }
+}
+
+// What share_over_ranks leaves of eight values, [row][two columns] of an accumulator's rows, in memory. to: for the
+// first of the rows. rest: tokens after its own that there are.
+__device__ inline void store_shared(bf16* to, const float* x, int rank, int rest, bool inside) {
+  constexpr int kOwn = 8 / kRanks;
+  if constexpr (kOwn == 1) {
+    if (inside && rank / 2 <= rest) to[rank / 2 * kHeads * kP + rank % 2] = __float2bfloat16_rn(x[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      const int later = (rank * kOwn + i) / 2 * 8 / kRanks;
+      if (inside && later <= rest) store_pair(to + later * kHeads * kP, x[i], x[i + 1]);
+    }
+  }
+}
+
+// The token, in a chunk, of a thread's column of an accumulator.
+__device__ inline int tokens_of_columns(int first, int offset, int e) {
+  const int column = first + threadIdx.x % 4 * 2;
+  return kRanks == 1 ? column + offset + e : column / kRanks + offset / kRanks;
 }
 
 __device__ inline float sum_over_rows(float x) {
@@ -666,7 +708,9 @@ __global__ void __launch_bounds__(Threads, 1)
 
   constexpr int kOwnN = kWideN / 64, kOwnP = kWideP / 32;  // accumulators of a warp in one row of blocks
   const bool output_side = warp < 8;
-  const int n0 = warp % 8 * (kWideN / 8);                          // of 8 warps, each with all rows
+  // Of 8 warps, each with all rows. A warp's columns lie apart: often the first half of all columns rotates.
+  constexpr int kApart = kWideN / kOwnN;
+  const int n0 = warp % 8 * 8, column0 = n0 + lane_column;
   const int m0 = warp / 4 % 2 * 32, p0 = warp % 4 * (kWideP / 4);  // of 2 x 4 warps
   float group_sum[4][kOwnN][4] = {};                               // dQ or dK, turned back, over the heads
 
@@ -718,37 +762,44 @@ __global__ void __launch_bounds__(Threads, 1)
       add_product<1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
       add_product<1, 2, kWideP / 16, false, true>(ov, dO + i0 * kPitchP, kPitchP, V + j0 * kPitchP, kPitchP);
       float right[2] = {}, token[2] = {};
+      const bool earlier = j0 < i0;  // all of them
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         float column_sum[2] = {};
+        const int j = j0 + n * 8 + lane_column;
+        const float2 a_j = *reinterpret_cast<const float2*>(row_a + j),
+                     f_j = *reinterpret_cast<const float2*>(row_f + j);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = i0 + half * 8 + lane_row, ci = i / kRanks;
+          const int i = i0 + half * 8 + lane_row;
+          const float a_i = row_a[i];
           float m[2], dm[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int j = j0 + n * 8 + lane_column + e, cj = j / kRanks;
             const float x = qk[0][n][2 * half + e], y = ov[0][n][2 * half + e];
-            float w = 0.0f;
-            if (cj < ci) {
-              const float e_ij = exp2_fast(row_a[i] - row_a[j]), weight = row_f[j], product = x * y * e_ij;
-              w = e_ij * weight;
+            const int before = (i0 + lane_row) / kRanks + half * 8 / kRanks - tokens_of_columns(j0, n * 8, e);
+            m[e] = dm[e] = 0.0f;
+            if (earlier || before > 0) {
+              const float e_ij = exp2_fast(a_i - (e ? a_j.y : a_j.x)), weight = e ? f_j.y : f_j.x;
+              const float product = x * y * e_ij, w = e_ij * weight;
               right[half] += product * weight;
               column_sum[e] += product;
-            } else if (cj == ci) {
-              w = row_gamma[i];
+              m[e] = x * w;
+              dm[e] = y * w;
+            } else if (before == 0) {
+              const float w = row_gamma[i];
               token[half] += x * y;
+              m[e] = x * w;
+              dm[e] = y * w;
             }
-            m[e] = w == 0.0f ? 0.0f : x * w;
-            dm[e] = w == 0.0f ? 0.0f : y * w;
           }
-          store_pair(M + i * kPitchM + j0 + n * 8 + lane_column, m[0], m[1]);
-          store_pair(dM + i * kPitchM + j0 + n * 8 + lane_column, dm[0], dm[1]);
+          store_pair(M + i * kPitchM + j, m[0], m[1]);
+          store_pair(dM + i * kPitchM + j, dm[0], dm[1]);
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float sum = sum_over_rows(column_sum[e]);
-          if (lane_row == 0) down[warp / 4 * kRows + j0 + n * 8 + lane_column + e] = sum;
+          if (lane_row == 0) down[warp / 4 * kRows + j + e] = sum;
         }
       }
 #pragma unroll
@@ -801,49 +852,56 @@ __global__ void __launch_bounds__(Threads, 1)
         }
       }
       const float skip = kHasSkip ? D[row0] : 0.0f;
+      const int first_token = m0 / kRanks + lane_row / kRanks;  // of this thread's rows
       if (output_side) {
         if constexpr (!kHasNorm && (kHasGate || (!kSiso && !kKeepsRank))) {
           add_product<2, kOwnP, kRows / 16, false, false, Zeros::kAbove>(d, M + m0 * kPitchM, kPitchM, V + p0, kPitchP,
                                                                          m0 / 16);
+          const long long first = token_head(b, t0 + first_token, h) * kP + p0 + lane_column;
+          const bf16* up_from = dy + dy_at(b, t0 + first_token, rank, h) + p0 + lane_column;
+          const long long param = (row0 * kRank + rank) * kP + p0 + lane_column;
 #pragma unroll
           for (int n = 0; n < kOwnP; ++n) {
             const int p = p0 + n * 8 + lane_column;
             const bool inside = has_rank && p < kP;
-            const long long param = (row0 * kRank + rank) * kP + p;
             float2 fold = make_float2(1.0f, 1.0f), spread = fold, d_fold = make_float2(0.0f, 0.0f), d_spread = d_fold;
+            float d_gate[8];  // [row of the thread][two columns]
             if (!kSiso && inside) {
-              if constexpr (!kKeepsRank) fold = *reinterpret_cast<const float2*>(mimo_o + param);
-              if constexpr (kHasGate) spread = *reinterpret_cast<const float2*>(mimo_z + param);
+              if constexpr (!kKeepsRank) fold = *reinterpret_cast<const float2*>(mimo_o + param + n * 8);
+              if constexpr (kHasGate) spread = *reinterpret_cast<const float2*>(mimo_z + param + n * 8);
             }
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const int row = m0 + m * 16 + half * 8 + lane_row, c = row / kRanks, t = t0 + c;
-                const bool there = inside && c <= last;
-                float2 up = make_float2(0.0f, 0.0f), raw = up, out = load_pair(V + row * kPitchP + p);
-                out.x = d[m][n][2 * half] + skip * out.x;
-                out.y = d[m][n][2 * half + 1] + skip * out.y;
-                if (there) {
-                  up = load_pair(dy + dy_at(b, t, rank, h) + p);
-                  if constexpr (kHasGate) raw = load_pair(z + token_head(b, t, h) * kP + p);
-                }
-                if constexpr (kHasGate) {
-                  const float2 gate = make_float2(raw.x * spread.x, raw.y * spread.y);
-                  const float2 on = make_float2(sigmoid(gate.x), sigmoid(gate.y));
-                  d_fold.x += up.x * out.x * gate.x * on.x;
-                  d_fold.y += up.y * out.y * gate.y * on.y;
-                  const float dx = up.x * fold.x * out.x * on.x * (1.0f + gate.x * (1.0f - on.x));
-                  const float dy_ = up.y * fold.y * out.y * on.y * (1.0f + gate.y * (1.0f - on.y));
-                  d_spread.x += dx * raw.x;
-                  d_spread.y += dy_ * raw.y;
-                  const float low = sum_over_ranks(dx * spread.x), high = sum_over_ranks(dy_ * spread.y);
-                  if (there && rank == 0) store_pair(d_z + token_head(b, t, h) * kP + p, low, high);
-                } else {
-                  d_fold.x += up.x * out.x;
-                  d_fold.y += up.y * out.y;
-                }
+            for (int i = 0; i < 4; ++i) {
+              const int m = i / 2, half = i % 2, later = i * 8 / kRanks;
+              const bool there = inside && first_token + later <= last;
+              float2 up = make_float2(0.0f, 0.0f), raw = up;
+              float2 out = load_pair(V + (m0 + lane_row + i * 8) * kPitchP + p);
+              out.x = d[m][n][2 * half] + skip * out.x;
+              out.y = d[m][n][2 * half + 1] + skip * out.y;
+              if (there) {
+                up = load_pair(up_from + later * kRankedToken + n * 8);
+                if constexpr (kHasGate) raw = load_pair(z + first + later * kHeads * kP + n * 8);
               }
+              if constexpr (kHasGate) {
+                const float2 gate = make_float2(raw.x * spread.x, raw.y * spread.y);
+                const float2 on = make_float2(sigmoid(gate.x), sigmoid(gate.y));
+                const float2 seen = make_float2(up.x * out.x * on.x, up.y * out.y * on.y);
+                d_fold.x += seen.x * gate.x;
+                d_fold.y += seen.y * gate.y;
+                const float dx = seen.x * fold.x * (1.0f + gate.x * (1.0f - on.x));
+                const float dy_ = seen.y * fold.y * (1.0f + gate.y * (1.0f - on.y));
+                d_spread.x += dx * raw.x;
+                d_spread.y += dy_ * raw.y;
+                d_gate[2 * i] = dx * spread.x;
+                d_gate[2 * i + 1] = dy_ * spread.y;
+              } else {
+                d_fold.x += up.x * out.x;
+                d_fold.y += up.y * out.y;
+              }
+            }
+            if constexpr (kHasGate) {
+              share_over_ranks<8>(d_gate);
+              store_shared(d_z + first + n * 8, d_gate, rank, last - first_token, p < kP);
             }
             if constexpr (!kSiso) {
               d_fold = make_float2(sum_over_tokens(d_fold.x), sum_over_tokens(d_fold.y));
@@ -859,38 +917,39 @@ __global__ void __launch_bounds__(Threads, 1)
       } else {
         add_product<2, kOwnP, kRows / 16, true, false, Zeros::kBelow>(d, M + m0, kPitchM, dO + p0, kPitchP, m0 / 16);
         float d_skip = 0.0f;
+        const long long first = token_head(b, t0 + first_token, h) * kP + p0 + lane_column;
+        const long long param = (row0 * kRank + rank) * kP + p0 + lane_column;
 #pragma unroll
         for (int n = 0; n < kOwnP; ++n) {
           const int p = p0 + n * 8 + lane_column;
           const bool inside = has_rank && p < kP;
-          float2 spread = make_float2(1.0f, 1.0f), d_spread = make_float2(0.0f, 0.0f);
-          if (!kSiso && inside) spread = *reinterpret_cast<const float2*>(mimo_v + (row0 * kRank + rank) * kP + p);
+          float2 spread = make_float2(inside, inside), d_spread = make_float2(0.0f, 0.0f);
+          float d_value[8];  // [row of the thread][two columns]
+          if (!kSiso && inside) spread = *reinterpret_cast<const float2*>(mimo_v + param + n * 8);
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+          for (int i = 0; i < 4; ++i) {
+            const int m = i / 2, half = i % 2, later = i * 8 / kRanks, row = m0 + lane_row + i * 8;
+            const float2 up = load_pair(dO + row * kPitchP + p), wide = load_pair(V + row * kPitchP + p);
+            const float dx = d[m][n][2 * half] + skip * up.x, dy_ = d[m][n][2 * half + 1] + skip * up.y;
+            d_skip += up.x * wide.x + up.y * wide.y;
+            if (!kSiso && inside && first_token + later <= last) {
+              const float2 raw = load_pair(v + first + later * kHeads * kP + n * 8);
+              d_spread.x += dx * raw.x;
+              d_spread.y += dy_ * raw.y;
+            }
+            d_value[2 * i] = dx * spread.x;
+            d_value[2 * i + 1] = dy_ * spread.y;
+          }
+          if (kHasFinal && rank == 0 && p < kP) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int row = m0 + m * 16 + half * 8 + lane_row, c = row / kRanks, t = t0 + c;
-              const bool there = inside && c <= last;
-              const float2 up = load_pair(dO + row * kPitchP + p), wide = load_pair(V + row * kPitchP + p);
-              const float dx = d[m][n][2 * half] + skip * up.x, dy_ = d[m][n][2 * half + 1] + skip * up.y;
-              d_skip += up.x * wide.x + up.y * wide.y;
-              if constexpr (!kSiso) {
-                float2 raw = make_float2(0.0f, 0.0f);
-                if (there) raw = load_pair(v + token_head(b, t, h) * kP + p);
-                d_spread.x += dx * raw.x;
-                d_spread.y += dy_ * raw.y;
-              }
-              float low = sum_over_ranks(has_rank ? dx * spread.x : 0.0f);
-              float high = sum_over_ranks(has_rank ? dy_ * spread.y : 0.0f);
-              if (there && rank == 0) {
-                if (kHasFinal && t == kSeq - 1) {
-                  low += d_final_v[((long long)b * kHeads + h) * kP + p];
-                  high += d_final_v[((long long)b * kHeads + h) * kP + p + 1];
-                }
-                store_pair(d_v + token_head(b, t, h) * kP + p, low, high);
-              }
+            for (int i = 0; i < 4; ++i) {
+              if (t0 + first_token + i * 8 / kRanks != kSeq - 1) continue;
+              d_value[2 * i] += d_final_v[((long long)b * kHeads + h) * kP + p];
+              d_value[2 * i + 1] += d_final_v[((long long)b * kHeads + h) * kP + p + 1];
             }
           }
+          share_over_ranks<8>(d_value);
+          store_shared(d_v + first + n * 8, d_value, rank, last - first_token, p < kP);
           if constexpr (!kSiso) {
             d_spread = make_float2(sum_over_tokens(d_spread.x), sum_over_tokens(d_spread.y));
             if (lane_row < kRanks) {
@@ -907,8 +966,8 @@ __global__ void __launch_bounds__(Threads, 1)
 
     {  // dQ or dK: all rows and an eighth of the columns for a warp.
       float d[4][kOwnN][4] = {};
-      add_product<4, kOwnN, kWideP / 16, false, true>(d, output_side ? dO : V, kPitchP,
-                                                      (output_side ? S : T) + n0 * kPitchP, kPitchP);
+      add_product<4, kOwnN, kWideP / 16, false, true, Zeros::kNone, kApart>(
+          d, output_side ? dO : V, kPitchP, (output_side ? S : T) + n0 * kPitchP, kPitchP);
       const float* scale = output_side ? row_in : row_out;
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -917,47 +976,52 @@ __global__ void __launch_bounds__(Threads, 1)
         for (int n = 0; n < kOwnN; ++n) d[m][n][0] *= low, d[m][n][1] *= low, d[m][n][2] *= high, d[m][n][3] *= high;
       }
       if (output_side) {
-        add_product<4, kOwnN, kRows / 16, false, false, Zeros::kAbove>(d, dM, kPitchM, K + n0, kPitchN);
+        add_product<4, kOwnN, kRows / 16, false, false, Zeros::kAbove, kApart>(d, dM, kPitchM, K + n0, kPitchN);
       } else {
-        add_product<4, kOwnN, kRows / 16, true, false, Zeros::kBelow>(d, dM, kPitchM, Q + n0, kPitchN);
+        add_product<4, kOwnN, kRows / 16, true, false, Zeros::kBelow, kApart>(d, dM, kPitchM, Q + n0, kPitchN);
       }
       const bf16* turned_rows = output_side ? Q : K;
       float* d_phase_here = d_phase + (output_side ? 0 : kTokens * kPairs);
+      float turn[8 * kOwnN];  // [row of the thread][pair]: what the pair's phase gets
 #pragma unroll
       for (int n = 0; n < kOwnN; ++n) {
-        const int at = n0 + n * 8 + lane_column, pair = at / 2;
+        const int at = column0 + n * kApart, pair = at / 2;
+        const bool rotated = pair < kPairs;
         float bias_sum[2] = {};
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = m * 16 + half * 8 + lane_row, c = row / kRanks;
-            float x = d[m][n][2 * half], y = d[m][n][2 * half + 1];
-            if (kHasFinal && !output_side && c == last && t0 + c == kSeq - 1 && has_rank && at < kN) {
-              const long long key = (((long long)b * kHeads + h) * kRank + rank) * kN;
-              x += d_final_k[key + column(at)];
-              y += d_final_k[key + column(at + 1)];
-            }
-            const bool rotated = pair < kPairs, there = rotated && c < kTokens;
-            const float2 was = load_pair(turned_rows + row * kPitchN + at);
-            const float turn = sum_over_ranks(y * was.x - x * was.y);
-            if (there) {
-              if (rank == 0) d_phase_here[c * kPairs + pair] = turn;
-              const float2 cs = trig[c * kPairs + pair];
-              const float back = x * cs.x + y * cs.y;
-              y = y * cs.x - x * cs.y;
-              x = back;
-            }
-            bias_sum[0] += x, bias_sum[1] += y;
-            group_sum[m][n][2 * half] += x;
-            group_sum[m][n][2 * half + 1] += y;
+        for (int i = 0; i < 8; ++i) {
+          const int m = i / 2, half = i % 2, c = lane_row / kRanks + i * 8 / kRanks;
+          float x = d[m][n][2 * half], y = d[m][n][2 * half + 1];
+          if (kHasFinal && !output_side && c == last && t0 + c == kSeq - 1 && has_rank && at < kN) {
+            const long long key = (((long long)b * kHeads + h) * kRank + rank) * kN;
+            x += d_final_k[key + column(at)];
+            y += d_final_k[key + column(at + 1)];
           }
+          turn[i * kOwnN + n] = 0.0f;
+          if (rotated && c < kTokens) {
+            const float2 was = load_pair(turned_rows + (lane_row + i * 8) * kPitchN + at);
+            const float2 cs = trig[c * kPairs + pair];
+            turn[i * kOwnN + n] = y * was.x - x * was.y;
+            const float back = x * cs.x + y * cs.y;
+            y = y * cs.x - x * cs.y;
+            x = back;
+          }
+          bias_sum[0] += x, bias_sum[1] += y;
+          group_sum[m][n][2 * half] += x;
+          group_sum[m][n][2 * half + 1] += y;
         }
         bias_sum[0] = sum_over_tokens(bias_sum[0]), bias_sum[1] = sum_over_tokens(bias_sum[1]);
         if (lane_row < kRank && at < kN) {
           float* to = records + record + (output_side ? kQBiasAt : kKBiasAt) + rank * kN + at;
           *reinterpret_cast<float2*>(to) = make_float2(bias_sum[0], bias_sum[1]);
         }
+      }
+      share_over_ranks<8 * kOwnN>(turn);
+#pragma unroll
+      for (int i = 0; i < 8 * kOwnN / kRanks; ++i) {
+        const int row = rank * (8 / kRanks) + i / kOwnN, c = lane_row / kRanks + row * 8 / kRanks;
+        const int pair = (column0 + i % kOwnN * kApart) / 2;
+        if (pair < kPairs && c < kTokens) d_phase_here[c * kPairs + pair] = turn[i];
       }
     }
     __syncthreads();
@@ -1041,7 +1105,7 @@ __global__ void __launch_bounds__(Threads, 1)
       float* to = sums + (long long)part * kBatch * kSeq * kRank * kGroups * kN + q_at(b, t0 + c, rank, g);
 #pragma unroll
       for (int n = 0; n < kOwnN; ++n) {
-        const int at = n0 + n * 8 + lane_column;
+        const int at = column0 + n * kApart;
         if (at < kN)
           *reinterpret_cast<float2*>(to + at) = make_float2(group_sum[m][n][2 * half], group_sum[m][n][2 * half + 1]);
       }

@@ -12,6 +12,8 @@ from jax_ssd import Mamba3State
 from jax_ssd.tools.check import relative_error
 from tests.test_mamba3 import case, wide
 
+KERNELS = ("cuda", "xla")  # the backward by its kernels, whatever the forward is
+
 # Rounding of bfloat16 operands, through two products, of sums in float32.
 BAR = 2e-2
 
@@ -69,10 +71,18 @@ def flat(tree) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_the_backward_is_by_kernels(changes):
+    arrays, cotangents, options = arguments(**changes)
+    call = functools.partial(gradients, implementation=KERNELS, options=tuple(options.items()))
+    paths = jax_ssd.dispatch_paths(call, arrays, cotangents, platform="cuda")
+    assert [path.implementation for path in paths if path.op == "mamba3_backward"] == ["cuda"]
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_gradients_agree_with_float64(changes):
     arrays, cotangents, options = arguments(**changes)
     options = tuple(options.items())
-    actual = flat(gradients(arrays, cotangents, implementation="cuda", options=options))
+    actual = flat(gradients(arrays, cotangents, implementation=KERNELS, options=options))
     with jax.enable_x64(True):
         exact = gradients(wide(arrays), wide_tree(cotangents), implementation="xla", options=options)
     for name, expected in flat(exact).items():
@@ -88,7 +98,7 @@ MODEL = {"batch": 2, "seq": 512, "rank": 4, "heads": 8, "state": 128, "head_dim"
 
 def test_ten_calls_give_the_same_bits():
     arrays, cotangents, options = arguments(**MODEL)
-    call = functools.partial(gradients, implementation="cuda", options=tuple(options.items()))
+    call = functools.partial(gradients, implementation=KERNELS, options=tuple(options.items()))
     first = flat(call(arrays, cotangents))
     for _ in range(9):
         for name, again in flat(call(arrays, cotangents)).items():
@@ -97,7 +107,7 @@ def test_ten_calls_give_the_same_bits():
 
 def test_a_nan_in_one_row_leaves_the_others_alone():
     arrays, cotangents, options = arguments(**{**MODEL, "norm": False, "seq": 100})
-    call = functools.partial(gradients, implementation="cuda", options=tuple(options.items()))
+    call = functools.partial(gradients, implementation=KERNELS, options=tuple(options.items()))
     clean = call(arrays, cotangents)
     poisoned = {**arrays, "v": arrays["v"].copy()}
     poisoned["v"][1, 50] = np.nan
@@ -109,6 +119,6 @@ def test_a_nan_in_one_row_leaves_the_others_alone():
 
 def test_what_does_not_reach_the_output_has_no_gradient():
     arrays, cotangents, options = arguments(**CASES["mimo"])
-    found = gradients(arrays, cotangents, implementation="cuda", options=tuple(options.items()))
+    found = gradients(arrays, cotangents, implementation=KERNELS, options=tuple(options.items()))
     scale = np.abs(found["adt"]).max()
     assert np.abs(found["adt"][..., 0]).max() <= 1e-3 * scale  # token 0 decays a state of zeros
