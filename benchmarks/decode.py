@@ -40,10 +40,7 @@ CAPTURES: dict[str, dict[str, str]] = {
     "off": {"xla_gpu_enable_command_buffer": ""},
     "default": {},
     "loop": timing.GPU_OPTIONS[0]
-    | {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
-        "DYNAMIC_SLICE_COPY_FUSION,WHILE"
-    },
+    | {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE"},
 }
 # bfloat16 activations after that many layers: how far two right implementations were seen apart, with room.
 WRONG_ABOVE = 5e-2

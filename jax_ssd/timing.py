@@ -90,6 +90,7 @@ def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int,
         result = None
         start = time.perf_counter()
         for _ in range(times):
+            result = None  # the memory is used again: for other addresses XLA would update its captured graphs
             result = execute()
         submitted = time.perf_counter() - start
         wait(result)
