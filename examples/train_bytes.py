@@ -1,7 +1,8 @@
-"""Trains a byte-level Mamba-2 language model on the Python standard library's sources, then decodes from it.
+"""Trains a byte-level Mamba language model on the Python standard library's sources, then decodes from it.
 
-    python examples/train_bytes.py                    a few minutes on two CPU cores
-    python examples/train_bytes.py --help             sizes, steps, seed, implementation
+    python examples/train_bytes.py                                      Mamba-2, a few minutes on two CPU cores
+    python examples/train_bytes.py --mixer mamba3 --mimo-rank 4         Mamba-3, MIMO
+    python examples/train_bytes.py --help                               sizes, steps, seed, implementation
 
 Every machine that runs this has the text: the .py files of its own Python, split by file into a training and a held-out
 part. The program reports bits per byte on the held-out part beside what byte counts, byte-pair counts and gzip reach on
@@ -238,22 +239,27 @@ def check_scan(model: LanguageModel, tokens: jax.Array, implementation: Any, tol
     Each layer's scan is run on what the trained model feeds it.
     """
     graphdef, params = nnx.split(model)
-    names = ("x", "dt", "A", "B", "C", "D", "dt_bias")
+    operator = getattr(jax_ssd, model.config.mixer)
+
+    def arguments(mixer: Any, x: jax.Array) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        given = {name: value for name, value in mixer.scan_operands(x).items() if value is not None}
+        arrays = {name: value for name, value in given.items() if isinstance(value, jax.Array)}
+        return arrays, {name: value for name, value in given.items() if name not in arrays}
+
+    _, settings = arguments(model.blocks[0].mixer, jnp.zeros((1, 1, model.config.features)))  # the same in every layer
 
     @jax.jit
-    def activations(params: Any) -> list[dict[str, Any]]:
+    def activations(params: Any) -> list[dict[str, jax.Array]]:
         model = nnx.merge(graphdef, params)
         x, operands = model.embedding(tokens), []
         for block in model.blocks:
-            arrays = block.mixer.scan_operands(block.norm(x))
-            operands.append({name: arrays[name] for name in names})
+            operands.append(arguments(block.mixer, block.norm(x))[0])
             x, _ = block(x, None, None)
         return operands
 
     def run(arrays: dict[str, jax.Array], chosen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         def scan(arrays: dict[str, jax.Array]) -> jax.Array:
-            options: dict[str, Any] = {"dt_softplus": True, "precision": "highest", "implementation": chosen}
-            return jax_ssd.mamba2(**arrays, **options)
+            return operator(**arrays, **settings, precision="highest", implementation=chosen)
 
         y, pullback = jax.vjp(scan, arrays)
         cotangent = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).astype(y.dtype).reshape(y.shape)
@@ -282,6 +288,8 @@ def _require_close(name: str, got: jax.Array, want: jax.Array, tolerance: float)
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixer", choices=("mamba2", "mamba3"), default="mamba2", help="default mamba2")
+    parser.add_argument("--mimo-rank", type=int, help="of Mamba-3; default SISO")
     sizes = {"features": 192, "layers": 2, "state-dim": 32, "head-dim": 64, "seq": 256, "batch": 4, "steps": 1000}
     sizes |= {"seed": 0, "reports": 10, "eval-bytes": 1 << 17, "data-bytes": 1 << 26, "generate": 200}
     for name, default in sizes.items():
@@ -306,9 +314,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     config = LanguageModelConfig(
         features=options.features,
         layers=options.layers,
+        mixer=options.mixer,
+        mimo_rank=options.mimo_rank,
         state_dim=options.state_dim,
         head_dim=options.head_dim,
-        chunk_size=None if on_gpu else 32,  # on a CPU short chunks spend less on the pairs inside a chunk
+        # On a CPU short chunks spend less on the pairs inside a chunk; pairs are of tokens and ranks.
+        chunk_size=None if on_gpu else max(1, 32 // (options.mimo_rank or 1)),
         dtype=jnp.dtype(dtype),
         implementation=options.implementation,
     )
@@ -333,7 +344,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     params = train(graphdef, params, text, options, brief)
     bits = make_evaluator(graphdef, held_out, options.seq, rows=16)(params)
     print("\nheld-out bits/byte, all models on the same bytes")
-    for name, value in {**baselines, "mamba2": bits}.items():
+    for name, value in {**baselines, options.mixer: bits}.items():
         print(f"  {name:8s} {value:6.3f}  {'#' * round(value * 8)}")
 
     model = nnx.merge(graphdef, params)
@@ -361,8 +372,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     print(f"  prefill + lax.scan decode against the parallel pass      {figures['decode']:.1e}  ok")
     print(f"  scan and gradients against the sequential definition     {figures['scan']:.1e}  ok")
     seconds = time.perf_counter() - begin
-    print(f"\nmamba2 {bits:.3f} bits/byte, {baselines['bigram'] - bits:.3f} below bigram; {seconds:.0f} s in total")
-    return {**baselines, "mamba2": bits, **figures, "seconds": seconds}
+    below = baselines["bigram"] - bits
+    print(f"\n{options.mixer} {bits:.3f} bits/byte, {below:.3f} below bigram; {seconds:.0f} s in total")
+    return {**baselines, options.mixer: bits, **figures, "seconds": seconds}
 
 
 def _printable(tokens: np.ndarray) -> str:

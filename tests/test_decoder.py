@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_ssd.flax.nnx import Mamba2
-from jax_ssd.flax.nnx.decoder import Mamba2Decoder
+from jax_ssd.flax.nnx import Mamba2, Mamba3
+from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig, decode
 
 TOKENS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.float32)
 
 
-def states(layer: Mamba2, x: jax.Array) -> dict[str, Any]:
+def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
     """Carry and outputs after the same tokens, by the layer's own steps and by its decoder's."""
     carry = layer.initialize_carry(x.shape[1:])
-    decoder = Mamba2Decoder(layer)
+    decoder: Any = Mamba2Decoder(layer) if isinstance(layer, Mamba2) else Mamba3Decoder(layer)
     packed, fast = jax.lax.scan(decoder.step, decoder.pack(carry), x)
     return {"own": jax.lax.scan(layer.step, carry, x), "decoder": (decoder.unpack(packed), fast)}
 
@@ -32,6 +32,7 @@ def states(layer: Mamba2, x: jax.Array) -> dict[str, Any]:
         {"num_groups": 2, "per_channel_D": True, "use_bias": True},
         {"use_norm": False, "use_conv_bias": False, "dt_limit": (0.01, 0.05)},
         {"norm_before_gate": True, "conv_width": 2},
+        {"conv_width": 1},
         {"dtype": jnp.bfloat16},
         {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "state_dtype": jnp.bfloat16, "use_bias": True},
         {"param_dtype": jnp.bfloat16},
@@ -39,7 +40,25 @@ def states(layer: Mamba2, x: jax.Array) -> dict[str, Any]:
     ids=str,
 )
 def test_decoder_equals_steps(changes):
-    layer = Mamba2(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes)
+    check(Mamba2(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes), changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mimo_rank": 2, "num_groups": 2, "use_norm": True, "A_map": "heavy_tailed"},
+        {"mimo_rank": 3, "dtype": jnp.bfloat16},
+        {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "key_dtype": jnp.bfloat16},
+        {"param_dtype": jnp.bfloat16},
+    ],
+    ids=str,
+)
+def test_mamba3_decoder_equals_steps(changes):
+    check(Mamba3(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes), changes)
+
+
+def check(layer: Mamba2 | Mamba3, changes: dict[str, Any]) -> None:
     # Flax's own projections add a 16-bit bias to float32 sums, and promote 16-bit weights, only where that is allowed.
     with jax.numpy_dtype_promotion("standard" if "param_dtype" in changes else "strict"):
         got = jax.jit(lambda x: states(layer, x))(TOKENS)
@@ -51,10 +70,10 @@ def test_decoder_equals_steps(changes):
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_model_decodes_as_it_steps(param_dtype):
-    config = LanguageModelConfig(
-        vocab_size=17, features=16, layers=2, state_dim=8, head_dim=8, implementation="xla", param_dtype=param_dtype
-    )
+@pytest.mark.parametrize("mixer", ["mamba2", "mamba3"])
+def test_model_decodes_as_it_steps(mixer, param_dtype):
+    sizes: dict[str, Any] = {"vocab_size": 17, "features": 16, "layers": 2, "state_dim": 8, "head_dim": 8}
+    config = LanguageModelConfig(**sizes, mixer=mixer, implementation="xla", param_dtype=param_dtype)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     tokens = jnp.arange(6)[None] % 5
 
@@ -71,7 +90,7 @@ def test_model_decodes_as_it_steps(param_dtype):
 def test_weights_are_arranged_outside_of_the_loop():
     """A loop's body neither transposes nor joins nor converts a matrix of weights."""
     config = LanguageModelConfig(
-        vocab_size=17, features=16, layers=1, state_dim=8, head_dim=8, implementation="xla", dtype=jnp.bfloat16
+        vocab_size=64, features=16, layers=1, state_dim=8, head_dim=8, implementation="xla", dtype=jnp.bfloat16
     )
     model = LanguageModel(config, rngs=nnx.Rngs(0))
 
@@ -82,7 +101,7 @@ def test_weights_are_arranged_outside_of_the_loop():
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote
         equations = jax.make_jaxpr(run)(jnp.zeros((4, 1), jnp.int32)).eqns
     (loop,) = (equation for equation in equations if equation.primitive.name == "scan")
-    size = 16 * 17  # of the smallest matrix, the embedding
+    size = 32 * 16  # of the smallest matrix, the output projection
     for equation in loop.params["jaxpr"].eqns:
         large = [v.aval for v in equation.invars if getattr(v.aval, "size", 0) >= size and len(v.aval.shape) == 2]
         assert not large or equation.primitive.name in ("dot_general", "pjit", "jit", "gather"), equation

@@ -38,7 +38,7 @@ def build(**changes) -> Mamba3:
     return nnx.merge(graphdef, treedef.unflatten(moved))
 
 
-def make(seed: int, *shape: int, dtype=np.float32) -> jax.Array:
+def make(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
@@ -203,7 +203,7 @@ def test_floor_of_dt():
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_bfloat16_layer(rank):
-    half = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    half: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     layer = Mamba3(FEATURES, **SIZES, **half, mimo_rank=rank, use_norm=True, key_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     kept = {n: a.dtype for n, a in nnx.to_pure_dict(nnx.state(layer)).items() if not isinstance(a, dict)}
     assert kept and set(kept.values()) == {jnp.dtype("float32")}

@@ -122,7 +122,7 @@ def test_compiles(arch):
 
 
 def test_the_public_step_is_planned_on_a_gpu():
-    given = {b.name: jax.ShapeDtypeStruct(b.shape, b.dtype) for b in step_problem(rank=2).operands}
+    given: dict[str, Any] = {b.name: jax.ShapeDtypeStruct(b.shape, b.dtype) for b in step_problem(rank=2).operands}
     one_row = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
     given = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if n in one_row else a for n, a in given.items()}
     state = jax_ssd.Mamba3State(*(given.pop(f"state_{part}") for part in ("angle", "ssm", "k", "v")))
@@ -133,7 +133,8 @@ def test_the_public_step_is_planned_on_a_gpu():
     with config.override(target_arch="sm_90"):
         (path,) = jax_ssd.dispatch_paths(call, state, given, platform="cuda")
         assert path.implementation == "cuda" and "launch mamba3_step<" in str(path)
-        half = state._replace(ssm=jax.ShapeDtypeStruct(state.ssm.shape, jnp.bfloat16))
+        coarse: Any = jax.ShapeDtypeStruct(state.ssm.shape, jnp.bfloat16)
+        half = state._replace(ssm=coarse)
         (path,) = jax_ssd.dispatch_paths(call, half, given, platform="cuda")
         assert path.implementation == "xla"
         assert "takes state.ssm in float32, got bfloat16" in path.refusals["cuda"]

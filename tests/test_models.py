@@ -39,8 +39,16 @@ def logits_of(graphdef, params, tokens=TOKENS, **keywords) -> jax.Array:
     return jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens, **keywords))(params, tokens)
 
 
-def test_prefill_and_decode_equal_the_parallel_pass():
-    graphdef, params = build()
+MIXERS = pytest.mark.parametrize(
+    "mixer",
+    [{}, {"mixer": "mamba3", "precision": "highest"}, {"mixer": "mamba3", "mimo_rank": 2, "precision": "highest"}],
+    ids=["mamba2", "mamba3 siso", "mamba3 mimo"],
+)
+
+
+@MIXERS
+def test_prefill_and_decode_equal_the_parallel_pass(mixer):
+    graphdef, params = build(**mixer)
     want = logits_of(graphdef, params)
     assert want.shape == (2, 13, 17) and want.dtype == jnp.float32
 
@@ -65,8 +73,9 @@ def test_left_padded_prompts_equal_prompts_alone():
     np.testing.assert_allclose(got[1], logits_of(graphdef, params)[1, -1], rtol=1e-4, atol=1e-5)
 
 
-def test_greedy_generation_repeats_the_likeliest_token_of_the_full_pass():
-    graphdef, params = build()
+@MIXERS
+def test_greedy_generation_repeats_the_likeliest_token_of_the_full_pass(mixer):
+    graphdef, params = build(**mixer)
     continuation = jax.jit(lambda params: generate(nnx.merge(graphdef, params), TOKENS, 4))(params)
     assert continuation.shape == (2, 4) and continuation.dtype == TOKENS.dtype
     logits = logits_of(graphdef, params, jnp.concatenate([TOKENS, continuation], axis=1))
@@ -88,6 +97,12 @@ def test_generation_names_mistakes():
         generate(model, TOKENS[:, :0], 1)
     with pytest.raises(ValueError, match="layers.*0"):
         LanguageModelConfig(layers=0)
+    with pytest.raises(ValueError, match="mixer must be 'mamba2' or 'mamba3', got 'mamba4'"):
+        LanguageModelConfig(mixer="mamba4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mimo_rank is of mixer='mamba3', got 4 with 'mamba2'"):
+        LanguageModelConfig(mimo_rank=4)
+    with pytest.raises(NotImplementedError, match="segment_ids: Mamba-3 layers take no padding"):
+        prefill(nnx.merge(*build(mixer="mamba3")), TOKENS, segment_ids=jnp.zeros_like(TOKENS))
 
 
 def test_bits():
@@ -119,6 +134,12 @@ def test_decay_leaves_out_what_it_would_harm():
     assert kept == vectors | {f"blocks.{i}.norm.scale" for i in range(2)} | {"norm.scale"}
 
 
+def test_decay_of_a_mamba3_model():
+    _, params = build(mixer="mamba3", mimo_rank=2)
+    wanted = {path[-2].key for path, wanted in jax.tree_util.tree_leaves_with_path(decay_mask(params)) if wanted}
+    assert wanted == {"embedding", "kernel", "mimo_x", "mimo_z", "mimo_o"}
+
+
 def test_weight_decay_moves_only_what_it_should():
     _, params = build()
     optimizer = adamw(1.0, weight_decay=0.5)
@@ -129,9 +150,9 @@ def test_weight_decay_moves_only_what_it_should():
     assert moved == decay_mask(params)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_training_learns_a_repeating_sequence(remat):
-    graphdef, params = build(remat=remat)
+@pytest.mark.parametrize("changes", [{}, {"remat": True}, {"mixer": "mamba3", "mimo_rank": 2, "remat": True}], ids=str)
+def test_training_learns_a_repeating_sequence(changes):
+    graphdef, params = build(**changes)
     tokens = jnp.tile(jnp.arange(4, dtype=jnp.int32), (2, 5))
     optimizer = adamw(0.01)
     step = jax.jit(make_train_step(graphdef, optimizer), donate_argnums=0)

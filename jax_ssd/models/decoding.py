@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ssd.flax.nnx.decoder import Mamba2Decoder, PackedCarry
-from jax_ssd.mamba2.api import mamba2_step
+from jax_ssd.flax.nnx import Mamba2
+from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models.language_model import Carry, LanguageModel
+
+ModelCarry = tuple[Any, ...]
+"""One carry per layer, as the layers' decoders have it."""
 
 
 class Decoder:
     """``model.step`` in fewer operations and without copies of the weights.
 
     To be made inside the compiled function that decodes, outside of its loop; ``decode`` and ``generate`` do it. See
-    ``jax_ssd.flax.nnx.decoder.Mamba2Decoder``.
+    ``jax_ssd.flax.nnx.decoder``.
 
     Args:
       model: the model.
-      recurrence: called with the arguments of ``jax_ssd.mamba2_step``, which it is by default.
+      recurrence: in place of ``jax_ssd.mamba2_step`` or ``mamba3_step``, with its arguments.
     """
 
-    def __init__(
-        self, model: LanguageModel, recurrence: Callable[..., tuple[jax.Array, jax.Array]] = mamba2_step
-    ) -> None:
+    def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
         self.model = model
-        self.layers = [Mamba2Decoder(block.mixer, recurrence) for block in model.blocks]
+        given = () if recurrence is None else (recurrence,)
+        self.layers = [
+            Mamba2Decoder(mixer, *given) if isinstance(mixer, Mamba2) else Mamba3Decoder(mixer, *given)
+            for mixer in (block.mixer for block in model.blocks)
+        ]
         self.head = model.head_kernel()
 
-    def pack(self, carry: Carry) -> tuple[PackedCarry, ...]:
+    def pack(self, carry: Carry) -> ModelCarry:
         """The model's carry as ``step`` takes it."""
         return tuple(layer.pack(one) for layer, one in zip(self.layers, carry, strict=True))
 
-    def unpack(self, carry: tuple[PackedCarry, ...]) -> Carry:
+    def unpack(self, carry: ModelCarry) -> Carry:
         """What ``step`` gave as the model's carry."""
         return tuple(layer.unpack(one) for layer, one in zip(self.layers, carry, strict=True))
 
-    def step(self, carry: tuple[PackedCarry, ...], token: jax.Array) -> tuple[tuple[PackedCarry, ...], jax.Array]:
+    def step(self, carry: ModelCarry, token: jax.Array) -> tuple[ModelCarry, jax.Array]:
         """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
         x = self.model.embed(token)
         carries = []
@@ -116,7 +122,7 @@ def generate(
     decoder = Decoder(model)
     carry, logits = prefill(model, prompt)
 
-    def body(state: tuple[tuple[PackedCarry, ...], jax.Array], step: jax.Array):
+    def body(state: tuple[ModelCarry, jax.Array], step: jax.Array):
         packed, logits = state
         token = choose(logits, step)
         return decoder.step(packed, token), token

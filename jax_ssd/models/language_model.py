@@ -1,4 +1,4 @@
-"""A small decoder-only language model: embedding, pre-norm residual Mamba-2 blocks, final norm, tied head."""
+"""A small decoder-only language model: embedding, pre-norm residual Mamba blocks, final norm, tied head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ssd.flax.nnx import Initializer, Mamba2, Mamba2Carry
+from jax_ssd.flax.nnx import Initializer, Mamba2, Mamba2Carry, Mamba3, Mamba3State
 
-Carry = tuple[Mamba2Carry, ...]
+LayerCarry = Mamba2Carry | Mamba3State
+Carry = tuple[LayerCarry, ...]
 """One carry per layer, first layer first."""
 
 
@@ -25,8 +26,11 @@ class LanguageModelConfig:
       vocab_size: number of token ids; 256 for bytes.
       features: width of the residual stream.
       layers: number of residual blocks.
-      state_dim, head_dim, expand, num_groups, conv_width, chunk_size, precision, implementation: of every
-        ``jax_ssd.flax.nnx.Mamba2`` layer.
+      mixer: of every block, ``"mamba2"`` or ``"mamba3"``.
+      state_dim, head_dim, expand, num_groups, chunk_size, precision, implementation: of every
+        ``jax_ssd.flax.nnx.Mamba2`` or ``Mamba3`` layer.
+      conv_width: of Mamba-2, which alone has a convolution.
+      mimo_rank: of Mamba-3; None is SISO.
       dtype: compute dtype of the blocks and the head; the residual stream, norms and logits stay float32.
       param_dtype: storage dtype of projections, convolutions and the embedding.
       remat: recompute each block in the backward pass instead of keeping its intermediate values.
@@ -35,11 +39,13 @@ class LanguageModelConfig:
     vocab_size: int = 256
     features: int = 128
     layers: int = 4
+    mixer: Literal["mamba2", "mamba3"] = "mamba2"
     state_dim: int = 64
     head_dim: int = 32
     expand: int = 2
     num_groups: int = 1
     conv_width: int = 4
+    mimo_rank: int | None = None
     chunk_size: int | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
@@ -51,36 +57,41 @@ class LanguageModelConfig:
         for name in ("vocab_size", "features", "layers", "state_dim", "head_dim", "expand", "num_groups", "conv_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.mixer not in ("mamba2", "mamba3"):
+            raise ValueError(f"mixer must be 'mamba2' or 'mamba3', got {self.mixer!r}.")
+        if self.mixer == "mamba2" and self.mimo_rank is not None:
+            raise ValueError(f"mimo_rank is of mixer='mamba3', got {self.mimo_rank} with 'mamba2'; leave it out.")
 
 
 class Block(nnx.Module):
-    """``x + mamba2(rms_norm(x))``; ``x [..., seq, features]`` float32."""
+    """``x + mixer(rms_norm(x))``; ``x [..., seq, features]`` float32."""
 
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(config.features, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
-        self.mixer = Mamba2(
-            config.features,
-            state_dim=config.state_dim,
-            head_dim=config.head_dim,
-            expand=config.expand,
-            num_groups=config.num_groups,
-            conv_width=config.conv_width,
-            chunk_size=config.chunk_size,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            precision=config.precision,
-            out_kernel_init=_residual_init(config.layers),
-            implementation=config.implementation,
-            rngs=rngs,
-        )
+        shared = ("state_dim", "head_dim", "expand", "num_groups", "chunk_size", "dtype", "param_dtype", "precision")
+        options: dict[str, Any] = {name: getattr(config, name) for name in (*shared, "implementation")}
+        options |= {"out_kernel_init": _residual_init(config.layers), "rngs": rngs}
+        self.mixer: Mamba2 | Mamba3
+        if config.mixer == "mamba2":
+            self.mixer = Mamba2(config.features, conv_width=config.conv_width, **options)
+        else:
+            self.mixer = Mamba3(config.features, mimo_rank=config.mimo_rank, **options)
 
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None, carry: Mamba2Carry | None
-    ) -> tuple[jax.Array, Mamba2Carry]:
-        y, carry = self.mixer(self.norm(x), segment_ids=segment_ids, initial_carry=carry, return_carry=True)
+        self, x: jax.Array, segment_ids: jax.Array | None, carry: LayerCarry | None
+    ) -> tuple[jax.Array, LayerCarry]:
+        options: dict[str, Any] = {"initial_carry": carry, "return_carry": True}
+        if segment_ids is not None:
+            if isinstance(self.mixer, Mamba3):
+                raise NotImplementedError(
+                    "segment_ids: Mamba-3 layers take no padding and pack sequences by cu_seqlens; run prompts of "
+                    "different lengths apart, or use mixer='mamba2'."
+                )
+            options["segment_ids"] = segment_ids
+        y, carry = self.mixer(self.norm(x), **options)
         return x + y.astype(x.dtype), carry
 
-    def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
+    def step(self, carry: Any, x: jax.Array) -> tuple[LayerCarry, jax.Array]:
         carry, y = self.mixer.step(carry, self.norm(x))
         return carry, x + y.astype(x.dtype)
 
@@ -133,7 +144,10 @@ class LanguageModel(nnx.Module):
         initial_carry: Carry | None = None,
         return_carry: bool = False,
     ) -> jax.Array | tuple[jax.Array, Carry]:
-        """Logits for a whole sequence; the keywords are those of ``jax_ssd.flax.nnx.Mamba2``."""
+        """Logits for a whole sequence; the keywords are those of ``jax_ssd.flax.nnx.Mamba2``.
+
+        A model of Mamba-3 blocks takes no segment_ids (NotImplementedError).
+        """
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         x = self.embedding(tokens)
         carries = []

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jax_ssd.models.language_model import bits_per_token
 
-NO_DECAY = frozenset({"A_log", "dt_bias", "D", "scale", "bias"})
+NO_DECAY = frozenset({"A_log", "dt_bias", "D", "B_bias", "C_bias", "scale", "bias"})
 """Names of parameters that weight decay would harm: decay rates, step sizes, skips, norms and biases."""
 
 
@@ -32,7 +32,7 @@ class TrainState:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for the parameters that take weight decay: all but ``A_log``, ``dt_bias``, ``D``, norm scales and biases."""
+    """True for the parameters that take weight decay: all but ``A_log``, ``D``, norm scales and biases."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not (NO_DECAY & _names(path)), params)
 
 

@@ -6,7 +6,7 @@ are shared by all heads of a group, and one mesh axis can cut everything that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -28,6 +28,9 @@ from jax_ssd.flax.nnx.parameters import (
     uniform_fan_in,
 )
 from jax_ssd.mamba3.api import MAX_RANK, Mamba3Schedule, Mamba3State, Rotary, mamba3, mamba3_schedule, mamba3_step
+
+ROLES = ("z", "x", "B", "C", "dt", "A", "trap", "angle")
+"""What is made of a token by projections of their own, in the order in which the original model stores them."""
 
 
 class Mamba3(nnx.Module):
@@ -232,15 +235,22 @@ class Mamba3(nnx.Module):
         other on what a trained layer really feeds it.
         """
         require_features(x, self.in_features)
-        return self._operands(x, self._schedule(x))
+        projected = self._project(x)
+        return self._operands(projected, self._schedule(projected))
 
     def step(self, carry: Mamba3State, x: jax.Array) -> tuple[Mamba3State, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
         require_features(x, self.in_features)
-        angles, *rest = self._schedule(x[..., None, :])
-        schedule = Mamba3Schedule(angles[..., 0, :, :], *(a[..., 0] for a in rest))
-        carry, y = mamba3_step(carry, **self._operands(x, schedule), implementation=self.implementation)
+        carry, y = mamba3_step(carry, **self.step_operands(self._project(x)), implementation=self.implementation)
         return carry, self._emit(y)
+
+    def step_operands(self, projected: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """The arguments of ``jax_ssd.mamba3_step``, but the state, from a token's projections by role.
+
+        Roles are z, x, B, C, dt, A, trap and angle, the names of the layer's projections; arrays ``[..., features]``.
+        """
+        angles, *rest = self._schedule({role: array[..., None, :] for role, array in projected.items()})
+        return self._operands(projected, Mamba3Schedule(angles[..., 0, :, :], *(a[..., 0] for a in rest)))
 
     def initialize_carry(self, input_shape: Sequence[int], rngs: nnx.Rngs | None = None) -> Mamba3State:
         """The carry before the first token, all zeros.
@@ -258,32 +268,32 @@ class Mamba3(nnx.Module):
             v=jnp.zeros((*batch, self.heads, self.head_dim), self.param_dtype if self.dtype is None else self.dtype),
         )
 
-    def _schedule(self, x: jax.Array) -> Mamba3Schedule:
+    def _project(self, x: jax.Array) -> dict[str, jax.Array]:
+        return {role: getattr(self, f"{role}_proj")(x) for role in ROLES}
+
+    def _schedule(self, projected: Mapping[str, jax.Array]) -> Mamba3Schedule:
         return mamba3_schedule(
-            self.dt_proj(x),
-            self.A_proj(x),
-            self.trap_proj(x),
-            self.angle_proj(x),
+            *(projected[role] for role in ("dt", "A", "trap", "angle")),
             self.dt_bias[...],
             A_floor=self.A_floor,
             A_map=self.A_map,
         )
 
-    def _operands(self, x: jax.Array, schedule: Mamba3Schedule) -> dict[str, Any]:
+    def _operands(self, projected: Mapping[str, jax.Array], schedule: Mamba3Schedule) -> dict[str, Any]:
         """What sequence and step have in common; arrays ``[..., features]`` are split into heads, ranks and groups."""
-        lead = x.shape[:-1]
+        lead = projected["x"].shape[:-1]
         per_group = (*lead, *self._ranks, self.num_groups, self.state_dim)
         per_head = (*lead, self.heads, self.head_dim)
         return {
-            "q": self.C_norm(self.C_proj(x).reshape(per_group)),
-            "k": self.B_norm(self.B_proj(x).reshape(per_group)),
-            "v": self.x_proj(x).reshape(per_head),
+            "q": self.C_norm(projected["C"].reshape(per_group)),
+            "k": self.B_norm(projected["B"].reshape(per_group)),
+            "v": projected["x"].reshape(per_head),
             "q_bias": self.C_bias[...],
             "k_bias": self.B_bias[...],
             "mimo_v": _value(self.mimo_x),
             "mimo_o": _value(self.mimo_o),
             **schedule._asdict(),
-            "z": self.z_proj(x).reshape(per_head),
+            "z": projected["z"].reshape(per_head),
             "mimo_z": _value(self.mimo_z),
             "D": self.D[...],
             "norm_weight": None if self.norm is None else self.norm.scale[...],
