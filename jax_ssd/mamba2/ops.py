@@ -212,7 +212,7 @@ FORWARD = op.Definition(
     _forward_letters,
     _forward_abstract,
     _forward_plain,
-    _planned(problem, cutile=choices.FORWARD),
+    _planned(problem, cutile=choices.FORWARD, cuda=choices.CUDA_FORWARD),
     _padding,
 )
 BACKWARD = op.Definition(

@@ -23,12 +23,13 @@ TILE = CHUNK * BLOCK * 2  # bytes
 SCALARS = 4 * CHUNK * 4  # bytes of the decays of one chunk of one block
 WARPGROUP = 128  # threads
 MULTIPROCESSORS = 132  # of an H100 or H200
-LARGEST_STATE = 256
+STATES = (64, 128, 256)  # those that were run
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
 MOST_STAGES = 4
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
 SHORTEST_SEGMENT = 4  # chunks
+FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
 STATE_COST, SEGMENT_COST = 0.5, 4
 CARRY_THREADS = 128
@@ -46,6 +47,11 @@ class Split:
     segments: int
     chunks_per_segment: int
 
+    def __post_init__(self):
+        for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
+
 
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what these kernels do not do, naming the limit and the figure."""
@@ -58,9 +64,9 @@ def check_supported(problem: Problem) -> None:
         raise NotImplementedError(
             f"the CUDA C++ kernels take a head_dim that is a multiple of {BLOCK}, got {p.head_dim}"
         )
-    if p.state % 64 or p.state > LARGEST_STATE:
+    if p.state not in STATES:
         raise NotImplementedError(
-            f"the CUDA C++ kernels take a state size that is a multiple of 64 up to {LARGEST_STATE}, got {p.state}"
+            f"the CUDA C++ kernels take a state size of {', '.join(map(str, STATES))}, got {p.state}"
         )
     if group_blocks(p) % 2:
         raise NotImplementedError(
@@ -100,9 +106,21 @@ def split(problem: Problem) -> Split:
 
 
 def forward(problem: Problem, config: Split | None = None) -> Plan:
-    """The scan: y, and the final state if it is asked for."""
+    """The scan: y, and the final state if it is asked for.
+
+    Raises NotImplementedError for what the kernels do not do, and, unless a `config` is given, for calls too small to
+    fill the GPU.
+    """
     check_supported(problem)
-    return _Forward(problem, config or split(problem)).plan()
+    if config is not None:
+        return _Forward(problem, config).plan()
+    chosen = _Forward(problem, split(problem))
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
+        raise NotImplementedError(
+            f"the CUDA C++ kernels take calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
+            f"{chosen.thread_blocks}: smaller ones are faster in smaller pieces"
+        )
+    return chosen.plan()
 
 
 class _Forward:

@@ -1,0 +1,128 @@
+"""The plan of the CUDA C++ forward: how rows are divided, scratch, refusals, and that its kernels compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jax_ssd import compile as kernels
+from jax_ssd import nvrtc
+from jax_ssd.mamba2 import plan_cuda
+from jax_ssd.mamba2.plan_cuda import Split
+from jax_ssd.mamba2.problem import Problem
+from jax_ssd.plans import MAX_SHARED_MEMORY, Plan, TensorMapArg
+from tests.scan_float64 import problem
+
+FIRST = {"batch": 4, "seq": 16384, "heads": 8}
+WIDE = {"batch": 8, "seq": 4096, "heads": 80}
+EVERY = dict.fromkeys(("has_D", "has_z", "has_dt_bias", "has_initial_state", "dt_softplus"), True)
+
+
+def model(**changes: Any) -> Problem:
+    """A problem that the kernels take."""
+    sizes = {"dtype": "bfloat16", "seq": 200, "groups": 1, "head_dim": 64, "state": 128, "chunk_size": None}
+    return problem(**{**sizes, **changes})
+
+
+def made(p: Problem) -> Plan:
+    """The plan, however small the call."""
+    return plan_cuda.forward(p, plan_cuda.split(p))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float32"}, "bfloat16 and float16, got float32"),
+        ({"dt_dtype": "float64"}, "dt in .* got float64"),
+        ({"head_dim": 80}, "multiple of 64, got 80"),
+        ({"state": 96}, "state size of 64, 128, 256, got 96"),
+        ({"heads": 3, "groups": 3}, "even number of 64-channel blocks per group, got 1"),
+        ({"seq": 47}, "48 tokens or more, got 47"),
+        ({"dt_limit": (-1.0, 1.0)}, r"steps >= 0: .* got dt_limit=\(-1.0, 1.0\)"),
+        ({"chunk_size": 128}, "chunk_size of 64, got 128"),
+        ({"has_runs": True}, "no segment_ids"),
+        ({"batch": 65}, "fill 66 thread blocks or more, got 65"),
+    ],
+)
+def test_refusals_name_the_limit_and_the_figure(changes, said):
+    with pytest.raises(NotImplementedError, match=said):
+        plan_cuda.forward(model(**changes))
+
+
+def test_other_architectures_are_refused():
+    with pytest.raises(NotImplementedError, match="written for sm_90, not for sm_100"):
+        made(model()).check("sm_100")
+
+
+@pytest.mark.parametrize("name", ["warpgroups", "blocks", "segments", "chunks_per_segment"])
+def test_splits_that_make_no_sense(name):
+    with pytest.raises(ValueError, match=name):
+        Split(**{"warpgroups": 2, "blocks": 2, "segments": 1, "chunks_per_segment": 4, name: 0})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split", "grids"),
+    [
+        (FIRST, Split(2, 2, 16, 16), [120, 512, 128]),  # few rows: each in segments, to fill the multiprocessors
+        (WIDE, Split(2, 2, 1, 64), [3, 132]),  # many rows: cut into equal ranges
+        ({**FIRST, "state": 256}, Split(2, 1, 8, 32), [112, 1024, 128]),  # a state of 256 takes twice the registers
+        ({"batch": 1, "seq": 131072, "heads": 128, "groups": 8}, Split(2, 2, 4, 512), [96, 2048, 128]),
+        ({"seq": 100}, Split(2, 2, 1, 2), [1, 2]),  # too short to be cut
+        ({"heads": 4, "groups": 2}, Split(2, 1, 1, 4), [1, 4]),  # groups of two heads
+        ({"heads": 2, "head_dim": 128}, Split(2, 2, 1, 4), [1, 2]),  # a head of two blocks
+    ],
+    ids=str,
+)
+def test_heuristic(sizes, split, grids):
+    p = model(**sizes)
+    assert plan_cuda.split(p) == split
+    assert [one.grid[0] for one in made(p).launches] == grids
+
+
+@pytest.mark.parametrize("seq", [48, 64, 65, 1000, 4097, 70_000])
+@pytest.mark.parametrize("rows", [1, 5, 33, 66])
+def test_segments_cover_a_row_and_none_is_empty(seq, rows):
+    chosen = plan_cuda.split(model(batch=rows, seq=seq))
+    chunks = -(-seq // plan_cuda.CHUNK)
+    assert (chosen.segments - 1) * chosen.chunks_per_segment < chunks <= chosen.segments * chosen.chunks_per_segment
+
+
+@pytest.mark.parametrize("state", plan_cuda.STATES)
+@pytest.mark.parametrize("sizes", [FIRST, WIDE], ids=["first", "wide"])
+def test_thread_blocks_fit_a_multiprocessor(sizes, state):
+    plan = plan_cuda.forward(model(**sizes, state=state, has_z=True))
+    plan.check("sm_90")
+    assert all(0 <= one.shared_memory <= MAX_SHARED_MEMORY["sm_90"] for one in plan.launches)
+    scratch = sum(buffer.nbytes for buffer in plan.scratch)
+    assert scratch <= 0.2 * sum(buffer.nbytes for buffer in (*plan.operands, *plan.results))
+
+
+def test_maps_end_where_a_row_ends():
+    """A chunk that reaches past the last token of a row must read zeros, not the next row."""
+    plan = made(model(has_z=True))
+    maps = [one for one in plan.launches[-1].arguments if isinstance(one, TensorMapArg)]
+    assert [one.buffer for one in maps] == ["x", "B", "C", "z", "y"]
+    for one in maps:
+        assert plan.view(one)[0][:2] == (2, 200) and one.box[:2] == (1, 64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {**EVERY, "dt_dtype": "bfloat16", "dt_limit": (0.01, 2.0)},
+        {**EVERY, "seq": 5000, "param_rows": 2, "return_final_state": False},
+        {"seq": 5000, "dtype": "float16", "state": 64},
+        {"state": 256, "head_dim": 128, "has_initial_state": True},
+    ],
+    ids=str,
+)
+def test_compiles(changes):
+    if nvrtc.missing() is not None:
+        pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
+    plan = made(model(**changes))
+    plan.check("sm_90")
+    cubins = kernels.compile_launches([(one.kernel, plan.compile_arguments(one)) for one in plan.launches], "sm_90")
+    for one, cubin in zip(plan.launches, cubins, strict=True):
+        assert len(cubin.parameters) == len(plan.parameters(one))
