@@ -79,7 +79,7 @@ class Model:
             dtype=jnp.bfloat16,
             param_dtype=jnp.bfloat16,
         )
-        self.graph, self.weights = jax.jit(lambda: nnx.split(LanguageModel(self.config, rngs=nnx.Rngs(0))))()
+        self.graph, self.weights = nnx.split(LanguageModel(self.config, rngs=nnx.Rngs(0)))
         tokens = np.random.default_rng(0).integers(0, arguments.vocab, (arguments.tokens, max(arguments.batches)))
         self.tokens = jnp.asarray(tokens, jnp.int32)
 
