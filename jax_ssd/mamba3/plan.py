@@ -1,0 +1,257 @@
+"""Which CUDA kernels run a Mamba-3 scan, with which tiles, in which grid.
+
+`forward` turns a Problem into a launch plan, or refuses with NotImplementedError what the kernels do not do. How fast a
+plan is depends on a `Tiles` that may be given; None takes the heuristic. What a plan computes does not depend on it,
+beyond rounding: the last bits follow the order of the sums, hence tokens and segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax_ssd import compile
+from jax_ssd.mamba3.problem import Problem
+from jax_ssd.plans import MAX_SHARED_MEMORY, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.specs import CudaKernel
+
+FILE = "mamba3_forward.cu"
+VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
+LARGEST_HEAD_DIM = 128  # two teams of four warps, 64 columns each
+LARGEST_STATE = 256  # what a thread's registers hold of 64 columns' state
+WARPGROUP_STATES = (64, 128)
+WARPGROUP_ROWS = 64
+MULTIPROCESSORS = 132  # of an H100 or H200
+SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
+MOST_SEGMENTS = 64  # a block sums up all the segments before its own
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The choices behind a forward plan that change its speed.
+
+    rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
+    row is cut. blocks: per multiprocessor, which bounds the registers. warpgroup: products by sm_90's wgmma.
+    """
+
+    rows: int
+    tokens: int
+    segments: int
+    blocks: int
+    warpgroup: bool
+
+    def __post_init__(self):
+        if self.rows not in (16, 32, 64):
+            raise ValueError(f"Tiles.rows must be 16, 32 or 64, got {self.rows}.")
+        if not 1 <= self.tokens <= self.rows or self.segments < 1 or self.blocks < 1:
+            raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
+
+
+def forward(problem: Problem, config: Tiles | None = None, archs: Sequence[str] | None = None) -> Plan:
+    """The scan: y, and the final state if it is asked for.
+
+    archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
+
+    Raises:
+      NotImplementedError: the kernels do not serve the problem, or need more than one of the architectures has; with
+        the limit and the figure.
+    """
+    check_supported(problem)
+    archs = compile.target_archs() if archs is None else archs
+    return _Forward(problem, config or tiles(problem, archs)).plan()
+
+
+def check_supported(problem: Problem) -> None:
+    """Raises NotImplementedError for what the CUDA kernels do not do, naming the limit and the figure."""
+    p = problem
+    if p.dtype not in VALUE:
+        raise NotImplementedError(
+            f"the CUDA kernels of Mamba-3 take {' and '.join(VALUE)}, got {p.dtype}; use implementation='xla'"
+        )
+    if 16 % p.rank:
+        raise NotImplementedError(
+            f"the CUDA kernels of Mamba-3 take a rank of 1, 2, 4 or 8 (no token's ranks in two tiles), got {p.rank}; "
+            "use implementation='xla'"
+        )
+    for name, size, most in (("head_dim", p.head_dim, LARGEST_HEAD_DIM), ("state", p.state, LARGEST_STATE)):
+        if size % 8 or size > most:
+            raise NotImplementedError(
+                f"the CUDA kernels of Mamba-3 take a {name} that is a multiple of 8, up to {most}, got {size}; use "
+                "implementation='xla'"
+            )
+
+
+def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
+    """The heuristic.
+
+    Raises:
+      NotImplementedError: no tile fits the shared memory of every architecture.
+    """
+    p = problem
+    most = min(MAX_SHARED_MEMORY[arch] for arch in archs)
+    possible = [rows for rows in (64, 32, 16) if rows >= p.rank and forward_memory(p, rows, _tokens(p, rows)) <= most]
+    if not possible:
+        least = forward_memory(p, 16, _tokens(p, 16))
+        raise NotImplementedError(
+            f"head_dim {p.head_dim} and state {p.state} in {p.dtype} need {least:,} bytes of shared memory, at most "
+            f"{most:,} are possible on {' and '.join(archs)}; use implementation='xla'"
+        )
+    rows = possible[0]
+    tokens = _tokens(p, rows)
+    warpgroup = (
+        set(archs) == {"sm_90"}
+        and p.dtype == "bfloat16"
+        and rows == WARPGROUP_ROWS
+        and p.state in WARPGROUP_STATES
+        and p.head_dim > 32
+    )
+    light = p.dtype == "bfloat16" and _held_state(p) <= 64
+    blocks = 1 if teams(p) > 1 else 3 if light and p.rank > 1 else 2
+    programs, chunks = p.batch * p.heads, math.ceil(p.seq / tokens)
+    segments = max(1, min(MULTIPROCESSORS * blocks // programs, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
+    return Tiles(rows, tokens, segments, blocks, warpgroup)
+
+
+def _tokens(problem: Problem, rows: int) -> int:
+    most = rows // problem.rank
+    return min(problem.chunk_size or most, most)
+
+
+def teams(problem: Problem) -> int:
+    """Groups of four warps in a block, each with up to 64 columns of the head."""
+    return math.ceil(problem.head_dim / 64)
+
+
+def _width(problem: Problem) -> int:
+    """Columns of the head that a team has."""
+    return 64 if problem.head_dim > 32 else 32 if problem.head_dim > 16 else 16
+
+
+def _held_state(problem: Problem) -> int:
+    """Accumulators of the state in a thread."""
+    return math.ceil(_up(problem.state, 16) / 16 / (64 // _width(problem))) * 8
+
+
+def _up(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _matrix(problem: Problem, rows: int, columns: int) -> int:
+    """Bytes of a `Matrix` of mamba3_products.cuh, with what follows it up to the next one."""
+    if problem.dtype == "bfloat16":
+        return _up(math.ceil(columns / 64) * rows * 128, 1024)
+    return _up(rows * (_up(columns, 32) + 8) * 4, 1024)
+
+
+def _common(problem: Problem, tokens: int, parameters: int) -> int:
+    """Bytes of the rotations, the schedule, parameters, phases and marks."""
+    p = problem
+    words = (2 * tokens * _up(p.pairs, 4), 6 * tokens, parameters * p.head_dim, p.pairs, tokens)
+    return sum(_up(4 * count, 16) for count in words)
+
+
+def ends_memory(problem: Problem, rows: int, tokens: int) -> int:
+    """Bytes of shared memory of `mamba3_segment_ends`: `EndsMemory` there."""
+    p = problem
+    keys, values = _matrix(p, rows, _up(p.state, 16)), _matrix(p, rows, teams(p) * _width(p))
+    return keys + values + _common(p, tokens, p.rank)
+
+
+def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
+    """Bytes of shared memory of `mamba3_forward`: `ForwardMemory` there."""
+    p = problem
+    columns, state = teams(p) * _width(p), _up(p.state, 16)
+    out, keys = rows * columns * 4, _matrix(p, rows, state)
+    apart = p.state % 16 != 0
+    queries = keys if apart else _up(max(keys, out), 1024)
+    rest = _common(p, tokens, 3 * p.rank + 1) + _up(teams(p) * rows * 4, 16) + (out if apart else 0)
+    return queries + keys + _matrix(p, rows, columns) + _matrix(p, columns, state) + rest
+
+
+class _Forward:
+    """What the launches of a forward plan have in common."""
+
+    def __init__(self, problem: Problem, config: Tiles):
+        p = self.problem = problem
+        self.config = config
+        if config.tokens * p.rank > config.rows:
+            raise ValueError(f"Tiles: {config.tokens} tokens of rank {p.rank} are more than {config.rows} rows.")
+        chunks = math.ceil(p.seq / config.tokens)
+        self.segment_tokens = math.ceil(chunks / min(config.segments, chunks)) * config.tokens
+        self.segments = math.ceil(p.seq / self.segment_tokens)
+        lead = (p.batch, p.sequences, p.heads)
+        self.results = (p.y,)
+        if p.return_final_state:
+            sizes = {"angle": (p.pairs,), "ssm": (p.head_dim, p.state), "k": (p.rank, p.state), "v": (p.head_dim,)}
+            self.results += tuple(Buffer(f"final_{name}", (*lead, *size), "float32") for name, size in sizes.items())
+        self.scratch: tuple[Buffer, ...] = ()
+        if self.segments > 1:
+            ends = (p.batch, p.heads, self.segments - 1)
+            self.scratch = (
+                Buffer("ends", (*ends, p.head_dim, p.state), "float32"),
+                Buffer("decays", ends, "float32"),
+                Buffer("phases", (*ends, p.pairs), "uint32"),
+            )
+        self.present = {buffer.name for buffer in (*p.operands, *self.results, *self.scratch)}
+
+    def plan(self) -> Plan:
+        launches = [self.forward()]
+        if self.segments > 1:
+            launches.insert(0, self.segment_ends())
+        return Plan("mamba3_forward", self.problem.operands, self.results, self.scratch, tuple(launches))
+
+    def segment_ends(self) -> Launch:
+        p, c = self.problem, self.config
+        names = (
+            *("k", "v", "k_bias", "mimo_v", "angles", "adt", "dt", "trap"),
+            *("state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens", "ends", "decays", "phases"),
+        )
+        programs = p.batch * p.heads * (self.segments - 1)
+        return self.launch("mamba3_segment_ends", programs, names, ends_memory(p, c.rows, c.tokens), False)
+
+    def forward(self) -> Launch:
+        p, c = self.problem, self.config
+        names = (
+            *("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap", "mimo_v", "mimo_o", "z", "mimo_z"),
+            *("D", "norm_weight", "state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens"),
+            *("ends", "decays", "phases", "y", "final_angle", "final_ssm", "final_k", "final_v"),
+        )
+        programs, memory = p.batch * p.heads * self.segments, forward_memory(p, c.rows, c.tokens)
+        return self.launch("mamba3_forward", programs, names, memory, c.warpgroup, ScalarArg(p.norm_eps, "float32"))
+
+    def launch(
+        self, function: str, programs: int, names: Sequence[str], memory: int, warpgroup: bool, *more: ScalarArg
+    ) -> Launch:
+        p, c, given = self.problem, self.config, self.problem.given
+        sizes = (p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs)
+        options = (
+            p.param_rows == 1,
+            "mimo_v" in given,
+            "mimo_o" in given,
+            "z" in given,
+            "D" in given,
+            "norm_weight" in given,
+            "state_ssm" in given,
+            "cu_seqlens" in given,
+            p.return_final_state,
+        )
+        passes = 3 if p.precision == "highest" else 1
+        name = (
+            f"jax_ssd::{function}<jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, sizes)))}, "
+            f"{_bool(p.rotary == 'half')}>, "
+            f"jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, {_bool(warpgroup)}>, "
+            f"jax_ssd::Options<{', '.join(map(_bool, options))}>>"
+        )
+        numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
+        arguments = (
+            *(ArrayArg(name if name in self.present else "q") for name in names),  # a stand-in is never touched
+            *(ScalarArg(number, "int32") for number in numbers),
+            *more,
+        )
+        kernel = CudaKernel(FILE, name, arch_specific=warpgroup, archs=("sm_90",) if warpgroup else ())
+        return Launch(kernel, (programs, 1, 1), arguments, block=(128 * teams(p), 1, 1), shared_memory=memory)
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
