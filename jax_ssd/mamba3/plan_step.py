@@ -12,8 +12,8 @@ from jax_ssd.specs import CudaKernel
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
-TILE = 32  # floats of S in the registers of one thread
-MOST_ROWS = 8
+TILE = 32  # floats of S in the registers of one thread, at most
+MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
 CACHED_BYTES = 24 << 20  # states of up to this size stay in a large L2 cache from one token to the next
@@ -39,7 +39,7 @@ class StepBlocks:
 
 
 def step_blocks(problem: Problem) -> StepBlocks:
-    """The heuristic: as many rows under way as a thread has registers for, and no more threads than there are rows."""
+    """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
     p = problem
     rows, threads = min(MOST_ROWS, TILE // row_floats(p)), 256
     while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:

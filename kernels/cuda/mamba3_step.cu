@@ -22,7 +22,7 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-__device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.0f, 1.0f + expf(-v)); }
 
 // Width floats that one instruction moves.
 template <int Width>
