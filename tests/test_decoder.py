@@ -19,10 +19,11 @@ TOKENS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.f
 
 def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
     """Carry and outputs after the same tokens, by the layer's own steps and by its decoder's."""
-    carry = layer.initialize_carry(x.shape[1:])
+    carry: Any = layer.initialize_carry(x.shape[1:])
+    step: Any = layer.step
     decoder: Any = Mamba2Decoder(layer) if isinstance(layer, Mamba2) else Mamba3Decoder(layer)
     packed, fast = jax.lax.scan(decoder.step, decoder.pack(carry), x)
-    return {"own": jax.lax.scan(layer.step, carry, x), "decoder": (decoder.unpack(packed), fast)}
+    return {"own": jax.lax.scan(step, carry, x), "decoder": (decoder.unpack(packed), fast)}
 
 
 @pytest.mark.parametrize(

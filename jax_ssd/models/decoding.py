@@ -30,7 +30,7 @@ class Decoder:
     def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
         self.model = model
         given = () if recurrence is None else (recurrence,)
-        self.layers = [
+        self.layers: list[Any] = [
             Mamba2Decoder(mixer, *given) if isinstance(mixer, Mamba2) else Mamba3Decoder(mixer, *given)
             for mixer in (block.mixer for block in model.blocks)
         ]

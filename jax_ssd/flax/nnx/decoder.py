@@ -7,12 +7,13 @@ Mamba-2 one filter with one window, and whatever depends on weights alone is com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 from jax_ssd.conv import causal_conv1d_step
@@ -49,16 +50,12 @@ class Mamba2Decoder:
         projections = (layer.z_proj, layer.x_proj, layer.B_proj, layer.C_proj, layer.dt_proj)
         # Output-major: a product with one token then reads whole rows.
         self.in_kernel = _cast(layer, jnp.concatenate([one.kernel[...].T for one in projections]))
-        self.in_bias = None
-        if layer.z_proj.bias is not None:
-            self.in_bias = jnp.concatenate([one.bias[...] for one in projections])
+        self.in_bias = _joined([one.bias for one in projections])
         self.out_kernel = _cast(layer, layer.out_proj.kernel[...].T)
         self.out_bias = None if layer.out_proj.bias is None else layer.out_proj.bias[...]
         convs = (layer.x_conv, layer.B_conv, layer.C_conv)
         self.conv_kernel = jnp.concatenate([one.kernel[...] for one in convs])
-        self.conv_bias = None
-        if layer.x_conv.bias is not None:
-            self.conv_bias = jnp.concatenate([one.bias[...] for one in convs])
+        self.conv_bias = _joined([one.bias for one in convs])
         self.A = -jnp.exp(layer.A_log[...].astype(jnp.float32))
         self.dt_bias = layer.dt_bias[...]
         D = layer.D[...]
@@ -140,11 +137,17 @@ class Mamba3Decoder:
         require_features(x, layer.in_features)
         dtype = _compute_dtype(layer, x)
         joined = _project(x.astype(dtype), self.in_kernel, None, layer.precision)
-        projected = dict(zip(ROLES, jnp.split(joined, self.ends, axis=-1), strict=True))
+        projected: dict[str, jax.Array] = dict(zip(ROLES, jnp.split(joined, self.ends, axis=-1), strict=True))
         projected |= {role: projected[role].astype(dtype) for role in ("z", "x", "B", "C")}
         carry, y = self.recurrence(carry, **layer.step_operands(projected), implementation=layer.implementation)
         y = y.reshape(projected["z"].shape)
         return carry, _project(y, self.out_kernel, None, layer.precision).astype(dtype)
+
+
+def _joined(biases: Sequence[nnx.Param[jax.Array] | None]) -> jax.Array | None:
+    """One bias for all, or None where there are none."""
+    present = [bias[...] for bias in biases if bias is not None]
+    return jnp.concatenate(present) if present else None
 
 
 def _compute_dtype(layer: Mamba2 | Mamba3, x: jax.Array) -> Any:
