@@ -306,6 +306,24 @@ def test_error_does_not_grow_with_the_length():
     assert state_error(state, expected_state) < 2.2e-5  # angle: a random walk of roundings of the increments
 
 
+@pytest.mark.slow
+def test_error_is_the_same_at_2048_and_at_32768_tokens():
+    """Angles, steps and decays as a layer has them: the phase reaches 3,400 radians."""
+
+    def error_at(seq):
+        arrays = case(batch=1, seq=seq, rank=4, state=64, head_dim=16, pairs=32)
+        rng = np.random.default_rng(1)
+        arrays["angles"] = rng.uniform(size=arrays["angles"].shape).astype(np.float32)
+        arrays["dt"] = np.logaddexp(0, rng.standard_normal(arrays["dt"].shape) - 3).astype(np.float32)
+        arrays["adt"] = (-np.exp(rng.standard_normal(arrays["adt"].shape)) * arrays["dt"]).astype(np.float32)
+        y = jax_ssd.mamba3(**arrays, precision="highest", implementation="xla")
+        with jax.enable_x64(True):  # numpy's recurrence would take a minute
+            return error(y, jax_ssd.mamba3(**{**dict.fromkeys(arrays), **wide(arrays)}, implementation="xla"))
+
+    short, long = error_at(2048), error_at(32768)
+    assert short < 2.2e-6 and long < min(2.2e-6, 2 * short)
+
+
 # Identities.
 
 
