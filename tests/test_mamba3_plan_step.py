@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 import jax_ssd
 from jax_ssd import compile as kernels
 from jax_ssd import config, nvrtc
-from jax_ssd.mamba3 import plan_step
+from jax_ssd.mamba3 import choices, plan_step
 from jax_ssd.mamba3.plan_step import StepBlocks
 from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import Buffer, Plan
@@ -151,6 +152,15 @@ def test_blocks_fit_the_head():
         assert c.threads == 64 or plan_step.units(p, c.threads // 2) * c.rows < p.head_dim
     assert blocks(head_dim=16).rows < blocks().rows
     assert blocks(rank=8, head_dim=128, state=256).threads <= 1024
+
+
+def test_every_choice_that_would_be_tried_is_a_plan():
+    p = step_problem(**{**MODEL, "rank": 4, "state": 256})
+    values = choices.STEP.values(p)
+    assert max(values["rows"]) * plan_step.row_floats(p) == plan_step.TILE
+    for choice in itertools.product(*values.values()):
+        choices.STEP.make(p, StepBlocks(**dict(zip(values, choice, strict=True)))).check("sm_80")
+    assert choices.STEP(p) == plan_step.step(p)  # nothing measured
 
 
 @pytest.mark.parametrize(("name", "value"), [("rows", 3), ("rows", 0), ("threads", 16), ("threads", 96)])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ssd import op
-from jax_ssd.mamba3 import chunked, plan, plan_backward, plan_step, problem, reference
+from jax_ssd.mamba3 import choices, chunked, plan, plan_backward, problem, reference
 from jax_ssd.plans import Plan
 
 # Axis letters of every array that an op of this model can take or give; see partition.py. m rank, a rotated pairs,
@@ -187,7 +187,7 @@ FORWARD_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: pla
 BACKWARD_PLANS: dict[str, Callable[..., Plan]] = {
     "cuda": lambda spec, avals: plan_backward.backward(problem.of_scan(spec, avals))
 }
-STEP_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: plan_step.step(problem.of_step(spec, avals))}
+STEP_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: choices.STEP(problem.of_step(spec, avals))}
 
 
 def _planned(plans):

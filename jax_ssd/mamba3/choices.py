@@ -1,0 +1,29 @@
+"""What of the kernels' plans can be tuned: each plan function with its heuristic and the values worth trying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_ssd.mamba3 import plan_step
+from jax_ssd.mamba3.problem import Problem
+from jax_ssd.tune import Tunable
+
+
+def _step_values(p: Problem) -> Mapping[str, Sequence[Any]]:
+    most = max(1, plan_step.TILE // plan_step.row_floats(p))
+    return {
+        "rows": [n for n in (1, 2, 4, 8) if n <= most],
+        "threads": (64, 128, 256, 512),
+        "streaming": (False, True),
+    }
+
+
+STEP = Tunable(
+    "mamba3_step",
+    "cuda",
+    plan_step.step,
+    plan_step.step_blocks,
+    _step_values,
+    local=("rows", "threads", "streaming"),
+)
