@@ -87,8 +87,9 @@ def test_equals_the_block_in_numpy(variant):
         act = np.where(raw >= 0, 1 + raw, 1 / (1 - np.minimum(raw, 0)))
     adt = np.minimum(-act, -layer.A_floor) * dt
     per_head = (batch, seq, layer.heads, layer.head_dim)
-    mimo = {} if layer.mimo_rank is None else {"mimo_v": p["mimo_x"], "mimo_o": p["mimo_o"], "mimo_z": p["mimo_z"]}
-    siso = {"mimo_z": np.ones((layer.heads, 1, layer.head_dim))} if layer.mimo_rank is None else {}
+    weights: dict[str, Any] = {"mimo_z": np.ones((layer.heads, 1, layer.head_dim))}
+    if layer.mimo_rank is not None:
+        weights = {"mimo_v": p["mimo_x"], "mimo_o": p["mimo_o"], "mimo_z": p["mimo_z"]}
     y, state = oracle.run(
         q=normalised("C"),
         k=normalised("B"),
@@ -103,7 +104,7 @@ def test_equals_the_block_in_numpy(variant):
         D=p["D"],
         norm_weight=p["norm"]["scale"] if layer.norm is not None else None,
         rotary=layer.rotary,
-        **(mimo or siso),
+        **weights,
     )
     want = y.reshape(batch, seq, -1) @ p["out_proj"]["kernel"]
     got, carry = run(layer, x)

@@ -161,9 +161,9 @@ def mamba3(
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
         jax.lax.Precision. None: follows jax_default_matmul_precision.
-      implementation: "xla" (chunked, any platform), "reference" (token by token, differentiable to any order), a
-        sequence of names in order of preference, or None: the fastest that accepts the call. A single name is an order;
-        there are no kernels of Mamba-3 yet, so "cutile" and "cuda" are refused.
+      implementation: "cuda" (kernels on NVIDIA GPUs), "xla" (chunked, any platform), "reference" (token by token,
+        differentiable to any order), a sequence of names in order of preference, or None: the fastest that accepts the
+        call. A single name is an order. There are no cuTile kernels of Mamba-3.
 
     Returns:
       y [..., seq, heads, head_dim] in v's type, or [..., seq, rank, heads, head_dim] for mimo_v without mimo_o; with
@@ -253,7 +253,8 @@ def mamba3_step(
     The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
 
     Args:
-      state: Mamba3State with the leading axes of v. angle and ssm should be float32; the new state keeps all types.
+      state: Mamba3State with the leading axes of v. angle and ssm should be float32, which "cuda" insists on; the new
+        state keeps all types.
       q: [..., rank, groups, state]; SISO (mimo_v is None): [..., groups, state].
       k: as q.
       v: [..., heads, head_dim].

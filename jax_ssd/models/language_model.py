@@ -88,8 +88,9 @@ class Block(nnx.Module):
                     "different lengths apart, or use mixer='mamba2'."
                 )
             options["segment_ids"] = segment_ids
-        y, carry = self.mixer(self.norm(x), **options)
-        return x + y.astype(x.dtype), carry
+        mixer: Any = self.mixer  # both have this call
+        y, after = mixer(self.norm(x), **options)
+        return x + y.astype(x.dtype), after
 
     def step(self, carry: Any, x: jax.Array) -> tuple[LayerCarry, jax.Array]:
         carry, y = self.mixer.step(carry, self.norm(x))

@@ -130,7 +130,7 @@ SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "state": 128, "head_dim": 64, 
 SCANNED: dict[str, Any] = {"batch": 3, "seq": 24, "rank": 4, "initial": True, **SIZES}
 
 
-def decode(arrays, options=None, implementation="cuda", rotary="half"):
+def decode(arrays, options=None, implementation="cuda", rotary: Any = "half"):
     """A compiled scan of steps: (state, tokens) -> (state, y)."""
     fixed = {n: a for n, a in arrays.items() if n in ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D")}
 
@@ -158,7 +158,7 @@ def test_captured_steps_equal_uncaptured_ones_and_the_sequence(changes):
     captured = decode(arrays, CAPTURE)(state, by_token(arrays))
     jax.tree.map(np.testing.assert_array_equal, captured, (last, y))
     jax.tree.map(np.testing.assert_array_equal, state, kept)
-    wide = {n: np.asarray(a, np.float64) for n, a in arrays.items() if a is not None}
+    wide: dict[str, Any] = {n: np.asarray(a, np.float64) for n, a in arrays.items() if a is not None}
     if changes:
         wide["mimo_z"] = np.ones((8, 1, 64))
     expected, final = oracle.run(**wide, initial_state=tuple(np.asarray(a, np.float64) for a in kept), rotary="half")
