@@ -21,7 +21,7 @@ WIDE = {"batch": 8, "seq": 4096, "heads": 80, "groups": 1}
 
 def model(**changes: Any) -> Problem:
     """A problem that the kernels take."""
-    return problem(**{"dtype": "bfloat16", "head_dim": 64, "state": 128, "chunk_size": None, **changes})
+    return problem(**{"dtype": "bfloat16", "seq": 200, "head_dim": 64, "state": 128, "chunk_size": None, **changes})
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def model(**changes: Any) -> Problem:
         ({"dt_dtype": "float64"}, "dt in .* got float64"),
         ({"head_dim": 80}, "multiple of 64, got 80"),
         ({"state": 256}, "64 or 128, got 256"),
+        ({"seq": 63}, "64 tokens or more, got 63"),
         ({"chunk_size": 64}, "chunk_size of 128, got 64"),
         ({"has_z": True}, "no z"),
         ({"has_runs": True}, "no segment_ids"),
@@ -64,7 +65,8 @@ def test_scratch_is_less_than_half_of_what_is_read_and_written(sizes):
     [
         (FIRST, BackwardBlocks(16, 2, 1)),
         (WIDE, BackwardBlocks(1, 2, 1)),
-        ({"batch": 1, "seq": 1, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
+        ({"batch": 1, "seq": 64, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
+        ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 4, 1)),
     ],
     ids=str,
 )

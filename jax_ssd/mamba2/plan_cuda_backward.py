@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_ssd.mamba2.plan import scan_operands
+from jax_ssd.mamba2.plan import ITEM_SIZE, scan_operands
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
 from jax_ssd.specs import CudaKernel
@@ -26,9 +26,11 @@ HEAD_TILE = 32
 THREADS = 256
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
 STATE_SHARE = 0.375  # of what the backward reads and writes anyway: so much memory its chunk states may take
+SMALL_STATES = 16 << 20  # bytes of chunk states that nobody misses
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
 
 
@@ -56,9 +58,9 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The heuristic: as few turns as the memory for states allows, and blocks that fill the GPU."""
     p = problem
     chunks, units = math.ceil(p.seq / CHUNK), p.heads * p.head_dim // WIDTH
-    arrays = p.batch * p.seq * (3 * p.heads * p.head_dim + 4 * p.groups * p.state)
-    states = 2 * p.batch * units * chunks * WIDTH * p.state
-    slices = min(p.batch, max(1, math.ceil(states / (STATE_SHARE * arrays)))) if chunks > 1 else 1
+    arrays = ITEM_SIZE[p.dtype] * p.batch * p.seq * (3 * p.heads * p.head_dim + 4 * p.groups * p.state)
+    states = ITEM_SIZE[p.dtype] * 2 * p.batch * units * chunks * WIDTH * p.state
+    slices = 1 if states <= SMALL_STATES else min(p.batch, math.ceil(states / (STATE_SHARE * arrays)))
     rows = math.ceil(p.batch / slices)
     walks = 2 * rows * units // _walk_heads(p)
     fill = 4 // _walk_heads(p) * MULTIPROCESSORS
@@ -91,6 +93,7 @@ def check_supported(problem: Problem) -> None:
         (p.dt_dtype not in DT_TYPES, f"dt in {', '.join(DT_TYPES)}, got {p.dt_dtype}"),
         (p.head_dim % WIDTH, f"a head_dim that is a multiple of {WIDTH}, got {p.head_dim}"),
         (p.state not in STATES, f"a state size of {' or '.join(map(str, STATES))}, got {p.state}"),
+        (p.seq < SHORTEST_SEQ, f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks"),
         (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
         (p.has_z, "no z: use implementation='cutile', or gate outside"),
         (p.has_runs, "no segment_ids: use implementation='cutile'"),
