@@ -1,8 +1,8 @@
 """Implementation "xla": the scan chunk by chunk, matrix products inside a chunk, in plain JAX.
 
-Linear in the sequence length: decay sums restart in every chunk, only the state crosses from one to the next, groups
-are never expanded to heads, and the body is rematerialised in the backward, which keeps one state per chunk. Reference:
-Dao and Gu 2024, arXiv:2405.21060, section 6.
+Linear in the sequence length: decay sums restart in every chunk and run, only the state crosses from one chunk to the
+next, groups are never expanded to heads, and the body is rematerialised in the backward, which keeps one state per
+chunk. Reference: Dao and Gu 2024, arXiv:2405.21060, section 6.
 """
 
 import functools
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import segments
-from jax_ssd.mamba2.reference import Operands, accumulator, epilogue, step_size
+from jax_ssd import manual_axes, segments
+from jax_ssd.mamba2.reference import Operands, accumulator, epilogue, step_size, without_padding
 
 DEFAULT_CHUNK = 64
 
@@ -32,7 +32,7 @@ def scan(
     operands: Operands, softplus: bool, limit: tuple[float, float], chunk_size: int | None, precision: str
 ) -> tuple[jax.Array, jax.Array]:
     """The operator: y [batch, seq, heads, head_dim] and the final state [batch, heads, head_dim, state]."""
-    x, dt, A, B, C, D, z, dt_bias, state, runs = operands
+    x, dt, A, B, C, D, z, dt_bias, state, runs = without_padding(operands)
     batch, seq, heads, head_dim = x.shape
     groups, width = B.shape[2:]
     dtype = accumulator(x.dtype)
@@ -53,7 +53,10 @@ def scan(
     if state is None:
         state = jnp.zeros((batch, heads, head_dim, width), dtype)
     state = state.astype(dtype).reshape(batch, groups, heads // max(groups, 1), head_dim, width)
-    carry = (state, None if run is None else jnp.zeros((batch,), jnp.int32))
+    first_run = None if run is None else jnp.zeros((batch,), jnp.int32)
+    # A scan's carry keeps its type, so it varies over the manual axes of the tokens from the beginning.
+    *carry, _ = manual_axes.unified((state, first_run, x))
+    carry = tuple(carry)
 
     chunk = min(chunk_size or DEFAULT_CHUNK, max(seq, 1))
     whole = seq // chunk
@@ -66,7 +69,7 @@ def scan(
     if seq % chunk:
         carry, y = body(carry, jax.tree.map(lambda a: a[:, whole * chunk :], tokens))
         parts.append(y.reshape(batch, seq % chunk, heads, head_dim))
-    y = jnp.concatenate(parts, axis=1) if parts else jnp.zeros(x.shape, dtype)
+    y = jnp.concatenate(parts, axis=1) if parts else jnp.zeros_like(x, dtype)
     return epilogue(y, x, D, z, runs), carry[0].reshape(batch, heads, head_dim, width)
 
 
@@ -76,48 +79,82 @@ def _cut(array: jax.Array, chunks: int) -> jax.Array:
 
 
 def _chunk(carry, tokens: _Chunk, *, precision: str):
-    """One chunk: the state [batch, groups, rep, head_dim, state] before it goes in, after it comes out, with y."""
+    """One chunk: the state [batch, groups, rep, head_dim, state] before it goes in, after it comes out, with y.
+
+    What one run must not see of another is selected away on both sides of a product, since 0 * NaN and 0 * inf are NaN,
+    in the forward as in the derivative. In the products over pairs of tokens that is not possible, so x, B and C enter
+    without what is not finite, and the weights of the pairs that they belong to carry it instead.
+    """
     state, run_before = carry
     x, step, decay, B, C, run = tokens
     dtype = state.dtype
+    # float16 reaches from 6e-8 to 65504 only: neither steps times x nor states fit.
+    factor = jnp.dtype(jnp.float32) if x.dtype == jnp.float16 else x.dtype
     dot = functools.partial(
-        jnp.einsum, precision="highest" if precision == "highest" else None, preferred_element_type=dtype
+        jnp.einsum, precision="default" if x.dtype.itemsize == 2 else precision, preferred_element_type=dtype
     )
-    sums = jnp.cumsum(decay, axis=1)
-    last = sums[:, -1:]
-    length = x.shape[1]
-    causal = (jnp.arange(length)[:, None] >= jnp.arange(length)[None, :])[None]  # [1, i, j]
+    kept = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))[None]  # [1, i, j]
     if run is None:
-        kept = causal[..., None, None]
-        reads_state, writes_state = None, None
+        kept, reads, writes, survives = kept[..., None, None], None, None, None
+        sums = jnp.cumsum(decay, axis=1)
     else:
-        kept = (causal & (run[:, :, None] == run[:, None, :]))[..., None, None]
-        reads_state = (run == run_before[:, None])[:, :, None, None, None]
-        writes_state = (run == run[:, -1:])[:, :, None, None]
-
-    # Exponents are formed for kept pairs only: a masked one may be hugely positive, and inf * 0 is NaN in the backward.
-    # A product with a masked zero would spread a NaN of x to earlier tokens, so x enters without it and its token's
-    # weight carries it instead, to the kept pairs alone.
-    finite = jnp.isfinite(x)
-    weight_step = jnp.where(finite.all(-1), step, jnp.nan)
-    clean = jnp.where(finite, x, jnp.zeros((), x.dtype))
-    pair = jnp.where(kept, sums[:, :, None] - sums[:, None, :], -jnp.inf)
-    products = dot("bign,bjgn->bijg", C, B)[..., None] * (jnp.exp(pair) * weight_step[:, None])
-    mixed = jnp.where(kept, products, 0).astype(x.dtype)  # [batch, i, j, groups, rep]
-    y = dot("bijgr,bjgrp->bigrp", mixed, clean)
-    carried = dot("bign,bgrpn->bigrp", C, state.astype(x.dtype)) * jnp.exp(sums)[..., None]
-    y = y + (carried if reads_state is None else jnp.where(reads_state, carried, 0))
-
-    into_state = jnp.exp(last - sums) * step
-    if writes_state is not None:
-        into_state = jnp.where(writes_state, jnp.exp(jnp.where(writes_state, last - sums, 0)) * step, 0)
-    scaled = into_state[..., None] * x.astype(dtype)
-    if writes_state is not None:
-        scaled = jnp.where(writes_state[..., None], scaled, 0)
-    update = dot("bjgn,bjgrp->bgrpn", B, scaled.astype(x.dtype))
-    decayed = jnp.exp(last[:, 0])[..., None, None] * state
-    if run is not None:
-        survives = (run[:, -1] == run_before)[:, None, None, None, None]
-        decayed = jnp.where(survives, decayed, 0)
+        kept = (kept & (run[:, :, None] == run[:, None, :]))[..., None, None]
+        reads, writes = (run == run_before[:, None])[..., None, None], (run == run[:, -1:])[..., None, None]
+        survives = (run[:, -1] == run_before)[:, None, None]
+        sums = jnp.where(kept, decay[:, None], 0).sum(2)
         run_before = run[:, -1]
-    return (decayed + update, run_before), y
+
+    # What tokens read of the state.
+    carried = _only(reads, dot("bign,bgrpn->bigrp", _only(reads, C).astype(factor), state.astype(factor)))
+    carried = carried * jnp.exp(_only(reads, sums))[..., None]
+
+    # The state that goes on.
+    into = jnp.exp(_only(writes, sums[:, -1:] - sums)) * _only(writes, step)
+    scaled = into[..., None] * _only(writes, x).astype(dtype)
+    update = dot("bjgn,bjgrp->bgrpn", _only(writes, B).astype(factor), _only(writes, scaled).astype(factor))
+    decayed = jnp.exp(_only(survives, sums[:, -1]))[..., None, None] * _only(survives, state)
+    state = _only(survives, decayed) + update
+
+    # Pairs of tokens. Exponents are formed for kept ones only: a masked one may be hugely positive.
+    x, finite = _finite(x)
+    weight = jnp.where(finite, step, jnp.nan)[:, None]
+    if run is not None:
+        (B, finite_B), (C, finite_C) = _finite(B), _finite(C)
+        weight = jnp.where(finite_C[:, :, None, :, None] & finite_B[:, None, :, :, None], weight, jnp.nan)
+    weight = jnp.where(kept, jnp.exp(jnp.where(kept, sums[:, :, None] - sums[:, None], 0)) * weight, 0)
+    mixed = jnp.where(kept, dot("bign,bjgn->bijg", C, B)[..., None] * weight, 0)  # [batch, i, j, groups, rep]
+    y = dot("bijgr,bjgrp->bigrp", mixed.astype(factor), x.astype(factor)) + carried
+    return (state, run_before), y if run is None else _sealed(y, step)
+
+
+def _only(mask: jax.Array | None, array: jax.Array) -> jax.Array:
+    """The array where a mask of its first axes says so, else zero; all of it without a mask."""
+    if mask is None:
+        return array
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim)), array, jnp.zeros((), array.dtype))
+
+
+def _finite(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The array with zeros for what is not finite, and whether all of its last axis is."""
+    finite = jnp.isfinite(array)
+    return jnp.where(finite, array, jnp.zeros((), array.dtype)), finite.all(-1)
+
+
+@jax.custom_vjp
+def _sealed(y: jax.Array, step: jax.Array) -> jax.Array:
+    """y itself; where it or its cotangent is not finite, its step's gradient is NaN, and no product is."""
+    del step
+    return y
+
+
+def _sealed_forward(y, step):
+    del step
+    return y, jnp.isfinite(y)
+
+
+def _sealed_backward(finite, cotangent):
+    finite = finite & jnp.isfinite(cotangent)
+    return jnp.where(finite, cotangent, 0), jnp.where(finite.all(-1), 0, jnp.asarray(jnp.nan, cotangent.dtype))
+
+
+_sealed.defvjp(_sealed_forward, _sealed_backward)

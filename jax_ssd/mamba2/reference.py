@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import segments
+from jax_ssd import manual_axes, segments
 
 
 class Operands(NamedTuple):
@@ -43,7 +43,21 @@ class StepOperands(NamedTuple):
 
 def accumulator(dtype) -> jnp.dtype:
     """The type sums are kept in: float32, or float64 when the inputs are float64."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def without_padding(operands: Operands) -> Operands:
+    """The operands with zeros for the tokens that are padding, which may hold NaN: no value and no gradient passes."""
+    if operands.runs is None:
+        return operands
+    real = operands.runs >= 0
+
+    def selected(array):
+        mask = real.reshape(*real.shape, *(1,) * (array.ndim - 2))
+        return jnp.where(mask, array, jnp.zeros((), array.dtype))
+
+    tokens = {name: getattr(operands, name) for name in ("x", "dt", "B", "C", "z")}
+    return operands._replace(**{name: selected(array) for name, array in tokens.items() if array is not None})
 
 
 def step_size(dt: jax.Array, dt_bias: jax.Array | None, softplus: bool, limit: tuple[float, float], dtype) -> jax.Array:
@@ -67,12 +81,14 @@ def step_size(dt: jax.Array, dt_bias: jax.Array | None, softplus: bool, limit: t
 
 def scan(operands: Operands, softplus: bool, limit: tuple[float, float]) -> tuple[jax.Array, jax.Array]:
     """The recurrence over all tokens: y [batch, seq, heads, head_dim], final state [batch, heads, head_dim, state]."""
-    x, dt, A, B, C, D, z, dt_bias, state, runs = operands
+    x, dt, A, B, C, D, z, dt_bias, state, runs = without_padding(operands)
     batch, seq, heads, head_dim = x.shape
     dtype = accumulator(x.dtype)
     step = step_size(dt, dt_bias, softplus, limit, dtype)
     if state is None:
         state = jnp.zeros((batch, heads, head_dim, B.shape[-1]), dtype)
+    # A scan's carry keeps its type, so it varies over the manual axes of the tokens from the beginning.
+    state, _ = manual_axes.unified((state, x))
     tokens: list[jax.Array] = [x.astype(dtype), step, B.astype(dtype), C.astype(dtype)]
     if runs is not None:
         run, real = segments.split_runs(runs)
