@@ -180,6 +180,33 @@ def test_padding_has_no_gradient():
         assert not got[name][padding].any(), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_padding_holds_has_no_gradient(dtype):
+    p = problem(**{**EVERY, "seq": 48, "has_runs": True, "dtype": dtype})
+    operands = operands_of(p)
+    padding = operands["runs"] < 0
+    expected = backward(p, operands, segments=2)
+    for name in ("x", "dt", "B", "C", "z", "dy"):
+        operands[name][padding] = np.nan
+    got = backward(p, operands, segments=2)
+    kind = "float32 highest" if dtype == "float32" else dtype
+    for name, value in got.items():
+        assert scan_float64.error(value, expected[name].astype(np.float64)) < TOLERANCE[kind], name
+
+
+def test_float16_keeps_small_steps_and_large_states():
+    """Steps below 6e-8 and states beyond 65504, which are no float16."""
+    changes = {"dt_softplus": False, "dt_limit": (0.0, float("inf")), "has_dt_bias": False, "has_z": False}
+    p = problem(**{**EVERY, **changes, "seq": 48, "dtype": "float16", "dt_dtype": "float32"})
+    operands = operands_of(p)
+    operands["dt"] = np.full_like(operands["dt"], 1e-8)
+    operands["initial_state"] = operands["initial_state"] * np.float32(1e5)
+    operands["dy"] = operands["dy"] * np.float16(1e-2)
+    got, expected = backward(p, operands, segments=2), gradients(p, operands)
+    for name in ("ddt", "dA", "dC", "dinitial_state"):  # dB is about the step
+        assert scan_float64.error(got[name], expected[name]) < TOLERANCE["float16"], name
+
+
 @pytest.mark.parametrize("name", ["x", "dy", "dt", "B"])
 def test_nan_stays_in_its_row_and_head(name):
     p = problem(**EVERY)

@@ -71,6 +71,19 @@ def test_extreme_decays_in_one_chunk():
     assert max(error(got[name], expected[name]) for name in got) < 1e-4
 
 
+def test_float16_keeps_small_steps_and_large_states():
+    """Steps below 6e-8 and states beyond 65504, which are no float16, while all inputs and results are."""
+    p = problem(seq=48, dtype="float16", dt_dtype="float32", has_initial_state=True)
+    operands = random_operands(p)
+    operands["dt"] = operands["dt"] * np.float32(1e-7)
+    operands["initial_state"] = operands["initial_state"] * 0
+    got, expected = forward(p, operands, segments=2), scan_float64.scan(p, operands)
+    assert error(got["final_state"], expected["final_state"]) < TOLERANCE["float16"]
+    operands["initial_state"] = operands["initial_state"] + np.float32(1e6)
+    operands["C"] = operands["C"] * np.float16(1e-2)
+    check(p, operands, segments=2)
+
+
 def test_growth():
     p = problem(seq=64, has_initial_state=True)
     operands = random_operands(p)

@@ -69,9 +69,14 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 def passes(problem: Problem) -> int:
     """How often a matrix product runs on the tensor cores: see kernels/cutile/precision.py."""
-    if problem.dtype != "float32":
+    if problem.dtype == "bfloat16":
         return 0
-    return 3 if problem.precision == "highest" else 1
+    return 3 if problem.dtype == "float32" and problem.precision == "highest" else 1
+
+
+def factor_type(problem: Problem) -> str:
+    """What operands of products are kept in, and chunk states for the next kernel: see kernels/cutile/precision.py."""
+    return "bfloat16" if passes(problem) == 0 else "float32"
 
 
 def check_supported(problem: Problem) -> None:
@@ -104,7 +109,9 @@ def check_supported(problem: Problem) -> None:
 
 def row_bytes(problem: Problem) -> int:
     """Of one token's B and C in shared memory, counted once per pass."""
-    return 2 * power_of_two(problem.state, SMALLEST_STATE_TILE) * ITEM_SIZE[problem.dtype] * max(1, passes(problem))
+    return (
+        2 * power_of_two(problem.state, SMALLEST_STATE_TILE) * ITEM_SIZE[factor_type(problem)] * max(1, passes(problem))
+    )
 
 
 def tiles(problem: Problem) -> Tiles:

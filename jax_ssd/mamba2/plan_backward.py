@@ -14,6 +14,7 @@ from jax_ssd.mamba2.plan import (
     SMALLEST_TILE,
     STATE_TILE,
     check_supported,
+    factor_type,
     passes,
     power_of_two,
     prepare,
@@ -73,7 +74,7 @@ class BackwardConfig:
 def heuristic(problem: Problem) -> BackwardConfig:
     """A configuration without measuring: enough programs to fill a large GPU, in as little memory as that allows."""
     chunk = min(problem.chunk_size or LARGEST_CHUNK, LARGEST_CHUNK, power_of_two(problem.seq, SMALLEST_CHUNK))
-    if problem.dtype == "float32":
+    if factor_type(problem) == "float32":
         chunk = min(chunk, 32)  # with more, tileiras 13.4 spills, and on sm_80 to sm_89 fails
     width, state = power_of_two(problem.head_dim, SMALLEST_TILE), power_of_two(problem.state, SMALLEST_STATE_TILE)
     p_blocks = min(max(1, width * state // STATE_TILE), width // SMALLEST_TILE)
@@ -91,7 +92,8 @@ def _head_slices(problem: Problem, chunks: int) -> int:
         return 1
     tokens = problem.batch * problem.seq
     size = ITEM_SIZE[problem.dtype]
-    per_head = 2 * problem.batch * chunks * problem.state * problem.head_dim * size
+    states = 2 * problem.batch * chunks * problem.state * problem.head_dim
+    per_head = states * ITEM_SIZE[factor_type(problem)]
     arrays = (5 if problem.has_z else 3) * problem.heads * problem.head_dim + 4 * problem.groups * problem.state
     budget = tokens * arrays * size // 2
     allowed = [n for n in range(1, problem.heads + 1) if _slice_heads(problem, n)]
@@ -195,8 +197,8 @@ class _Backward:
             (several, Buffer("stops", boundaries, f32)),
             (several, Buffer("end_totals", segment_states[:3], f32)),
             (several, Buffer("adjoint_totals", segment_states[:3], f32)),
-            (self.has_state, Buffer("states", chunk_states, p.dtype)),
-            (self.has_adjoint, Buffer("adjoints", chunk_states, p.dtype)),
+            (self.has_state, Buffer("states", chunk_states, factor_type(p))),
+            (self.has_adjoint, Buffer("adjoints", chunk_states, factor_type(p))),
             (True, Buffer("step_gradient", (blocks, *rows), f32)),
             (True, Buffer("decay_gradient", (blocks, *rows), f32)),
             (p.has_D, Buffer("D_partial", (p.batch, p.heads, self.chunks, p.head_dim), f32)),

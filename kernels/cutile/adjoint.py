@@ -12,8 +12,8 @@ the same B and C. A launch may cover a slice of the heads: its arrays are then v
 import cuda.tile as ct
 
 from .decay import INF, ZERO, param_row, run_numbers
-from .precision import dot
-from .segments import advance, advance_in_runs, chunks_of, last_of, load_chunk, load_scalars, run_before
+from .precision import dot, factor
+from .segments import advance, advance_in_runs, chunks_of, last_of, load_chunk, load_real, load_scalars, run_before
 
 Const = ct.Constant
 MASKED = -1e30  # an exponent whose exp2 is exactly zero
@@ -33,14 +33,14 @@ def gate(z):
     return value * sigmoid, sigmoid * (1.0 + value * (1.0 - sigmoid))
 
 
-def gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, LATENCY):
-    """dy' [Q, P] in dy's dtype; real [Q] is read with HAS_RUNS."""
+def gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY):
+    """dy' [Q, P], an operand of products; real [Q] is read with HAS_RUNS."""
     tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
     if HAS_Z:
         silu, _ = gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))
-        tile = (tile.astype(ct.float32) * silu).astype(dy.dtype)
+        tile = factor(tile.astype(ct.float32) * silu, dy.dtype, PASSES)
     if HAS_RUNS:
-        tile = ct.where(real[:, None], tile, 0.0).astype(dy.dtype)
+        tile = ct.where(real[:, None], tile, 0.0).astype(tile.dtype)
     return tile
 
 
@@ -100,7 +100,6 @@ def segment_adjoint(
     carried = ct.full((1,), True, dtype=ct.bool_)
     for k in range(count):
         chunk = first + count - 1 - k
-        c_tile = load_chunk(c, row, chunk, group, 0, Q, N, LATENCY)
         g = load_scalars(decay, row, head, chunk, Q)
         last = last_of(g, Q)
         weight = ct.exp2(g)
@@ -111,8 +110,9 @@ def segment_adjoint(
             weight = ct.where(run == before, weight, 0.0)
             carries = before == final
             carried = carried & carries
-        dy_tile = gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, LATENCY)
-        scaled = (dy_tile.astype(ct.float32) * weight[:, None]).astype(c.dtype)
+        c_tile = load_real(c, row, chunk, group, 0, real, Q, N, HAS_RUNS, LATENCY)
+        dy_tile = gated(dy, z, real, row, chunk, head, p_block, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY)
+        scaled = factor(dy_tile.astype(ct.float32) * weight[:, None], c.dtype, PASSES)
         result = dot(ct.transpose(c_tile), scaled, decayed(result, last, carries, HAS_RUNS), PASSES)
         sum_decay = sum_decay + last
     if HAS_RUNS:
@@ -218,7 +218,7 @@ def chunk_states(
     PASSES: Const[int],
     LATENCY: Const[int],
 ):
-    """Stores the state at every chunk's start: states [batch, heads, chunks, state, head_dim] in x's dtype.
+    """Stores the state at every chunk's start: states [batch, heads, chunks, state, head_dim], bfloat16 or float32.
 
     Grid SEGMENTS * batch * heads * P_BLOCKS. starts: of each segment [batch, heads, SEGMENTS, state, head_dim] float32,
     or with one segment the initial state [batch, heads, head_dim, state]; without HAS_START it is zero.
@@ -229,12 +229,14 @@ def chunk_states(
     first = segment * SEGMENT_CHUNKS
     store_chunk_state(states, row, head, first, p_block, state, N, P)
     for chunk in range(first, first + chunks_of(segment, SEGMENT_CHUNKS, CHUNKS) - 1):
-        x_tile = load_chunk(x, row, chunk, head, p_block, Q, P, LATENCY)
-        b_tile = ct.transpose(load_chunk(b, row, chunk, group, 0, Q, N, LATENCY))
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
+        real = s
         if HAS_RUNS:
             run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
             before = run_before(runs, row, chunk, Q)
+        x_tile = load_real(x, row, chunk, head, p_block, real, Q, P, HAS_RUNS, LATENCY)
+        b_tile = ct.transpose(load_real(b, row, chunk, group, 0, real, Q, N, HAS_RUNS, LATENCY))
+        if HAS_RUNS:
             state = advance_in_runs(state, b_tile, x_tile, s, g, last_of(g, Q), run, final, before, PASSES)
         else:
             state = advance(state, b_tile, x_tile, s, g, last_of(g, Q), PASSES)
@@ -288,7 +290,8 @@ def token_gradients(
 
     Writes dx, dz; dstep and ddecay [P_BLOCKS, batch, heads, padded seq] float32, the gradients of s (direct) and of a
     step's log decay, a sum over the P-blocks still to take;
-    adjoints [batch, heads, chunks, state, head_dim] (x's dtype), every chunk's T; dinitial at the row's first chunk.
+    adjoints [batch, heads, chunks, state, head_dim] (bfloat16 or float32), every chunk's T; dinitial at the row's
+    first chunk.
     stops: the adjoint of each segment's end state, in the forms of chunk_states' starts, zero without HAS_STOP.
     HAS_STATE: states hold something. HAS_ADJOINT: some chunk's end matters (more than one chunk, or dfinal is given).
     Grid SEGMENTS * batch * heads * P_BLOCKS.
@@ -309,14 +312,10 @@ def token_gradients(
     for k in range(count):
         chunk = first + count - 1 - k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-        x_tile = load_chunk(x, row, chunk, head, p_block, Q, P, LATENCY)
-        dy_tile = load_chunk(dy, row, chunk, head, p_block, Q, P, LATENCY)
-        b_tile = load_chunk(b, row, chunk, group, 0, Q, N, LATENCY)
-        c_tile = load_chunk(c, row, chunk, group, 0, Q, N, LATENCY)
         last = last_of(g, Q)
         enter, leave = ct.exp2(g), ct.exp2(last - g)  # factors from the chunk's start and to its end
         kept = token[:, None] <= token[None, :]
-        carries = True
+        carries, real = True, s
         if HAS_RUNS:
             run, real, final = run_numbers(runs, row, chunk, Q, dy.shape[1])
             before = run_before(runs, row, chunk, Q)
@@ -324,7 +323,10 @@ def token_gradients(
             enter = ct.where(run == before, enter, 0.0)
             leave = ct.where(run == final, leave, 0.0)
             carries = before == final
-            dy_tile = ct.where(real[:, None], dy_tile, 0.0).astype(dy.dtype)
+        x_tile = load_real(x, row, chunk, head, p_block, real, Q, P, HAS_RUNS, LATENCY)
+        dy_tile = load_real(dy, row, chunk, head, p_block, real, Q, P, HAS_RUNS, LATENCY)
+        b_tile = load_real(b, row, chunk, group, 0, real, Q, N, HAS_RUNS, LATENCY)
+        c_tile = load_real(c, row, chunk, group, 0, real, Q, N, HAS_RUNS, LATENCY)
         dyf = dy_tile.astype(ct.float32)
         if HAS_Z:
             silu, slope = gate(load_chunk(z, row, chunk, head, p_block, Q, P, LATENCY))
@@ -332,7 +334,7 @@ def token_gradients(
             dyf = dyf * silu
             if HAS_RUNS:
                 dyf, slope = ct.where(real[:, None], dyf, 0.0), ct.where(real[:, None], slope, 0.0)
-            dy_tile = dyf.astype(x.dtype)
+            dy_tile = factor(dyf, x.dtype, PASSES)
         xf = x_tile.astype(ct.float32)
 
         # pairs [j, i]: w_ij C_i.B_j; joint: times x_j.dy'_i, that is every pair's part in <y, dy>, without s_j
@@ -344,10 +346,10 @@ def token_gradients(
         ds = ct.sum(joint, axis=1)
         joint = ct.where(strict, joint, 0.0)  # w_jj is constant: no gradient of the decay
         dg = ct.sum(joint * s[:, None], axis=0) - s * ct.sum(joint, axis=1)
-        pairs = (pairs * s[:, None]).astype(x.dtype)
+        pairs = factor(pairs * s[:, None], x.dtype, PASSES)
         dx_tile = zero_tokens
         if HAS_ADJOINT:
-            T_cast = T.astype(x.dtype)
+            T_cast = factor(T, x.dtype, PASSES)
             store_chunk_state(adjoints, row, head, chunk, p_block, T_cast, N, P)
             from_end = dot(b_tile, T_cast, zero_tokens, PASSES)
             leaving = leave * ct.sum(from_end * xf, axis=1)
@@ -385,7 +387,7 @@ def token_gradients(
         ct.store(dstep, index=(p_block, row, head, chunk), tile=ds.reshape((1, 1, 1, Q)))
         ct.store(ddecay, index=(p_block, row, head, chunk), tile=da.reshape((1, 1, 1, Q)))
         if HAS_ADJOINT or HAS_INITIAL:
-            T = dot(ct.transpose(c_tile), scaled.astype(c.dtype), decayed(T, last, carries, HAS_RUNS), PASSES)
+            T = dot(ct.transpose(c_tile), factor(scaled, c.dtype, PASSES), decayed(T, last, carries, HAS_RUNS), PASSES)
 
     if HAS_INITIAL:  # noqa: SIM102  (one is decided when compiling, the other when running)
         if segment == 0:

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from .decay import LOG2E, ZERO, exp2, param_row, run_numbers, source_exponent
-from .precision import dot
+from .precision import dot, factor
 from .segments import (
     advance,
     advance_in_runs,
@@ -111,7 +111,7 @@ def forward(
         steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         last = last_of(decays, Q)
         cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES)
-        carried = dot(ctile, state.astype(C.dtype), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
+        carried = dot(ctile, factor(state, C.dtype, PASSES), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
         if HAS_RUNS:
             number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
             carried = carried * ct.where(number == before, exp2(decays), 0.0)[:, None]
@@ -119,7 +119,7 @@ def forward(
         else:
             carried = carried * exp2(decays)[:, None]
             weights = pair_weights(cb, steps, decays, causal, PASSES)
-        out = dot(weights.astype(x.dtype), xt, carried, PASSES)
+        out = dot(factor(weights, x.dtype, PASSES), xt, carried, PASSES)
         if HAS_D:
             out = out + skip * xt.astype(ct.float32)
         if HAS_Z:

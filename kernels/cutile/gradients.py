@@ -8,8 +8,8 @@ import cuda.tile as ct
 
 from .adjoint import MASKED, gated
 from .decay import FLOOR, LOG2E, ZERO, param_row, run_numbers, softplus
-from .precision import dot
-from .segments import last_of, load_chunk, load_scalars, run_before
+from .precision import dot, factor
+from .segments import last_of, load_real, load_scalars, run_before
 
 Const = ct.Constant
 
@@ -66,24 +66,24 @@ def source_gradient(
         kept = kept & (run[:, None] == run[None, :])
     else:
         real = kept
-    c_tile = load_chunk(c, row, chunk, group, n_block, Q, N, LATENCY)
+    c_tile = load_real(c, row, chunk, group, n_block, real, Q, N, HAS_RUNS, LATENCY)
     total = ct.full((Q, N), 0.0, dtype=ct.float32)
     for k in range(block_heads):
         head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-        x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
-        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
+        x_tile = load_real(x, row, chunk, head, 0, real, Q, P, HAS_RUNS, LATENCY)
+        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY)
         w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED)) * s[:, None]
         pairs = dot(x_tile, ct.transpose(dy_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
         if HAS_RUNS:
             pairs = ct.where(kept, pairs, 0.0)
-        total = dot(pairs.astype(x.dtype), c_tile, total, PASSES)
+        total = dot(factor(pairs, x.dtype, PASSES), c_tile, total, PASSES)
         if HAS_ADJOINT:
             leave = s * ct.exp2(last_of(g, Q) - g)
             if HAS_RUNS:
                 leave = ct.where(run == final, leave, 0.0)
             T = load_chunk_state(adjoints, row, head, chunk, N, P, n_block, LATENCY)
-            scaled = (x_tile.astype(ct.float32) * leave[:, None]).astype(x.dtype)
+            scaled = factor(x_tile.astype(ct.float32) * leave[:, None], x.dtype, PASSES)
             total = dot(scaled, ct.transpose(T), total, PASSES)
     store_group(db, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
 
@@ -131,24 +131,24 @@ def target_gradient(
         kept = kept & (run[:, None] == run[None, :])
     else:
         real = kept
-    b_tile = load_chunk(b, row, chunk, group, n_block, Q, N, LATENCY)
+    b_tile = load_real(b, row, chunk, group, n_block, real, Q, N, HAS_RUNS, LATENCY)
     total = ct.full((Q, N), 0.0, dtype=ct.float32)
     for k in range(block_heads):
         head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-        x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
-        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, LATENCY)
+        x_tile = load_real(x, row, chunk, head, 0, real, Q, P, HAS_RUNS, LATENCY)
+        dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY)
         w = ct.exp2(ct.where(kept, g[:, None] - g[None, :], MASKED)) * s[None, :]
         pairs = dot(dy_tile, ct.transpose(x_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
         if HAS_RUNS:
             pairs = ct.where(kept, pairs, 0.0)
-        total = dot(pairs.astype(x.dtype), b_tile, total, PASSES)
+        total = dot(factor(pairs, x.dtype, PASSES), b_tile, total, PASSES)
         if HAS_STATE:
             enter = ct.exp2(g)
             if HAS_RUNS:
                 enter = ct.where(run == before, enter, 0.0)
             S = load_chunk_state(states, row, head, chunk, N, P, n_block, LATENCY)
-            scaled = (dy_tile.astype(ct.float32) * enter[:, None]).astype(x.dtype)
+            scaled = factor(dy_tile.astype(ct.float32) * enter[:, None], x.dtype, PASSES)
             total = dot(scaled, ct.transpose(S), total, PASSES)
         if HAS_D:
             part = ct.sum(dy_tile.astype(ct.float32) * x_tile.astype(ct.float32), axis=0)

@@ -1,7 +1,8 @@
 """Matrix products in the precision that was asked for: the one place where it is decided.
 
-PASSES = 0: operands go to the tensor cores as they are (16-bit inputs), float32 accumulation.
-PASSES = 1: float32 operands rounded to TF32, relative error about 2**-11 per operand.
+PASSES = 0: operands go to the tensor cores as they are (bfloat16 inputs), float32 accumulation.
+PASSES = 1: operands rounded to TF32, relative error about 2**-11 per operand. float16 inputs are exact in it, and what
+is computed from them, such as small steps and large states, needs its exponents.
 PASSES = 3: float32 operands split in two TF32 parts, high @ high + high @ low + low @ high; what is dropped is 2**-22.
 """
 
@@ -13,6 +14,7 @@ def dot(a, b, acc, PASSES):
     if PASSES == 0:
         acc = ct.mma(a, b, acc)
     elif PASSES == 1:
+        a, b = a.astype(ct.float32), b.astype(ct.float32)
         acc = ct.mma(a.astype(ct.tfloat32), b.astype(ct.tfloat32), acc)
     else:
         a_high, a_low = split(a)
@@ -21,6 +23,13 @@ def dot(a, b, acc, PASSES):
         acc = ct.mma(a_high, b_low, acc)
         acc = ct.mma(a_high, b_high, acc)
     return acc
+
+
+def factor(tile, dtype, PASSES):
+    """A float32 tile as an operand of `dot` beside inputs of that dtype."""
+    if PASSES == 0:
+        tile = tile.astype(dtype)
+    return tile
 
 
 def split(a):

@@ -8,7 +8,7 @@ public one: it is the layout in which B^T X accumulates it and C reads it.
 import cuda.tile as ct
 
 from .decay import INF, ZERO, exp2, run_numbers, source_exponent
-from .precision import dot
+from .precision import dot, factor
 
 Const = ct.Constant
 
@@ -18,6 +18,14 @@ def load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY):
     return ct.load(
         array, index=(row, chunk, head, block), shape=(1, Q, 1, WIDTH), padding_mode=ZERO, latency=LATENCY
     ).reshape((Q, WIDTH))
+
+
+def load_real(array, row, chunk, head, block, real, Q, WIDTH, HAS_RUNS, LATENCY):
+    """The same with zeros for padding tokens, which may hold NaN; real [Q] is read with HAS_RUNS."""
+    tile = load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY)
+    if HAS_RUNS:
+        tile = ct.where(real[:, None], tile, 0.0).astype(array.dtype)
+    return tile
 
 
 def load_chunk_transposed(array, row, chunk, head, block, Q, WIDTH, LATENCY):
@@ -71,7 +79,8 @@ def leaving_weights(step, decay, last, PASSES):
 def advance(state, b, x, step, decay, last, PASSES):
     """The state [N, P] after a chunk: b [N, Q], x [Q, P], step, decay [Q], last [1]."""
     # x rather than b is scaled: it is the smaller tile.
-    scaled = (x.astype(ct.float32) * leaving_weights(step, decay, last, PASSES)[:, None]).astype(x.dtype)
+    scaled = x.astype(ct.float32) * leaving_weights(step, decay, last, PASSES)[:, None]
+    scaled = factor(scaled, x.dtype, PASSES)
     return dot(b, scaled, exp2(last) * state, PASSES)
 
 
@@ -81,7 +90,7 @@ def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES)
     What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_token`.
     """
     into = ct.where(number == end, leaving_weights(step, decay, last, PASSES), 0.0)
-    scaled = (x.astype(ct.float32) * into[:, None]).astype(x.dtype)
+    scaled = factor(x.astype(ct.float32) * into[:, None], x.dtype, PASSES)
     return dot(b, scaled, ct.where(end == before, exp2(last), 0.0) * state, PASSES)
 
 
