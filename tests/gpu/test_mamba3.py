@@ -1,0 +1,68 @@
+"""The Mamba-3 forward kernels on a GPU: accuracy at every option, NaNs, repeatability, the public function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ssd
+from jax_ssd import launch
+from tests import mamba3_float64 as oracle
+from tests.mamba3_calls import CALLS, POISONED, Call, errors
+from tests.test_mamba3 import case, error, state_error, wide
+from tests.test_mamba3_cuda import planned
+
+
+def results(call: Call) -> list[np.ndarray]:
+    plan = planned(call)
+    operands = call.operands()
+    run = jax.jit(launch.runner(plan))
+    return [np.asarray(a) for a in run(*(jnp.asarray(operands[buffer.name]) for buffer in plan.operands))]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_agrees_with_float64(call):
+    found = errors(results(call), call.truth())
+    assert found["y"] <= call.bar
+    assert found["ssm"] <= 2 * call.bar
+    assert max(found["angle"], found["k"], found["v"]) <= 1e-5
+
+
+@pytest.mark.parametrize("call", POISONED, ids=lambda call: call.name)
+def test_a_nan_stays_with_its_head_and_the_tokens_after_it(call):
+    y = np.asarray(results(call)[0], np.float64)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(call.truth()[0]))
+
+
+@pytest.mark.parametrize("name", ["wgmma", "packed, segments", "float32"])
+def test_calls_give_the_same_bits(name):
+    (call,) = (call for call in CALLS if call.name == name)
+    first = results(call)
+    for _ in range(5):
+        for again, before in zip(results(call), first, strict=True):
+            np.testing.assert_array_equal(again, before)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("rotary", ["pairwise", "half"])
+def test_the_public_function(rank, rotary):
+    arrays = case(rank=rank, seq=150, state=32, head_dim=16, pairs=8, heads=4, groups=2, initial=True)
+    y, state = jax_ssd.mamba3(
+        **arrays, rotary=rotary, precision="highest", return_final_state=True, implementation="cuda"
+    )
+    expected_y, expected_state = oracle.run(**wide(arrays), rotary=rotary)
+    assert error(y, expected_y) <= 2.2e-6
+    assert state_error(state, expected_state) <= 1e-5
+
+
+def test_mapped_parameters_have_a_row_each():
+    arrays = {name: a for name, a in case(batch=3, seq=40, state=16, head_dim=16).items() if a is not None}
+    mapped = {name: arrays[name] for name in ("q_bias", "k_bias", "D")}
+    mapped = {name: np.stack([a, 2 * a]) for name, a in mapped.items()}
+    rest = {name: a for name, a in arrays.items() if name not in mapped}
+
+    def call(mapped):
+        return jax_ssd.mamba3(**rest, **mapped, precision="highest", implementation="cuda")
+
+    for row, y in enumerate(jax.vmap(call)(mapped)):
+        assert error(y, call({name: a[row] for name, a in mapped.items()})) <= 2.2e-6
