@@ -33,7 +33,8 @@ def made(p: Problem) -> Plan:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "float32"}, "bfloat16 and float16, got float32"),
+        ({"dtype": "float32"}, "take bfloat16, got float32"),
+        ({"dtype": "float16"}, "take bfloat16, got float16"),
         ({"dt_dtype": "float64"}, "dt in .* got float64"),
         ({"head_dim": 80}, "multiple of 64, got 80"),
         ({"state": 96}, "state size of 64, 128, 256, got 96"),
@@ -113,7 +114,7 @@ def test_maps_end_where_a_row_ends():
         {},
         {**EVERY, "dt_dtype": "bfloat16", "dt_limit": (0.01, 2.0)},
         {**EVERY, "seq": 5000, "param_rows": 2, "return_final_state": False},
-        {"seq": 5000, "dtype": "float16", "state": 64},
+        {"seq": 5000, "state": 64},
         {"state": 256, "head_dim": 128, "has_initial_state": True},
     ],
     ids=str,

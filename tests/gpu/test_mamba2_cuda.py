@@ -17,7 +17,7 @@ from jax_ssd.mamba2.problem import Problem
 from tests.scan_float64 import error, problem, random_operands, scan
 
 EVERY = dict.fromkeys(("has_D", "has_z", "has_dt_bias", "has_initial_state", "dt_softplus"), True)
-BARS = {"bfloat16": 3e-3, "float16": 5e-4}  # ||got - float64|| / ||float64|| of y and of the final state
+BAR = 3e-3  # ||got - float64|| / ||float64|| of y and of the final state
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,7 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"state": 256, "head_dim": 128, "seq": 700}, Split(2, 1, 3, 4)),
         ({"param_rows": 2, **EVERY}, None),
         ({"dt_limit": (0.02, 0.9), "dt_softplus": True}, None),
-        ({"dtype": "float16", **EVERY}, None),
-        ({"dtype": "float16", "dt_dtype": "float16", "state": 64}, None),
+        ({"dt_dtype": "float16", "state": 64}, None),
     ],
     ids=str,
 )
@@ -68,7 +67,7 @@ def test_equals_the_sequential_scan(changes, split):
     operands = random_operands(p)
     got, expected = run(p, operands, split), scan(p, operands)
     for name, value in got.items():
-        assert error(value, expected[name]) <= BARS[p.dtype], name
+        assert error(value, expected[name]) <= BAR, name
 
 
 def test_every_division_gives_the_same_to_rounding():
