@@ -1,0 +1,149 @@
+"""Kernels as shared libraries, made by g++ and kept by what they are made of."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from jax_ssd import sources
+from jax_ssd.specs import CudaKernel
+from tests.simt_emulator.source import translated
+
+_FOLDER = Path(__file__).parent
+_HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
+_OPTIONS = (
+    *("-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"),
+    *("-fvisibility=hidden", "-fno-gnu-unique"),
+    # Misaligned addresses and indices outside of arrays trap.
+    *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
+)
+
+
+class Library:
+    """Kernels of one source file with the same options."""
+
+    def __init__(self, path: Path, expressions: Sequence[str]):
+        self._path = path
+        self._functions = ctypes.CDLL(str(path))
+        self._expressions = list(expressions)
+
+    def launch(
+        self,
+        kernel: CudaKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_memory: int,
+        parameters: Sequence[bytes],
+        seed: int,
+    ) -> str | None:
+        """What went wrong, or None. parameters: their bytes."""
+        # The strictest alignment of a parameter is 64 bytes: that of a tensor map.
+        values = [_aligned(value) for value in parameters]
+        description = _Launch(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(*block),
+            shared_memory,
+            seed,
+            len(values),
+            (ctypes.c_void_p * len(values))(*(address for _, address in values)),
+            (ctypes.c_uint * len(values))(*map(len, parameters)),
+        )
+        error = ctypes.create_string_buffer(4096)
+        where = ctypes.c_uint64()
+        entry = self._functions[f"launch_{self._expressions.index(kernel.name_expression)}"]
+        if not entry(ctypes.byref(description), error, len(error), ctypes.byref(where)):
+            return None
+        return error.value.decode() + (self._line(where.value) if where.value else "")
+
+    def _line(self, offset: int) -> str:
+        command = ["addr2line", "-i", "-e", str(self._path), hex(offset)]
+        if shutil.which(command[0]) is None:
+            return ""
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        return " at " + " < ".join(Path(line).name for line in lines)
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("seed", ctypes.c_uint),
+        ("count", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+    )
+
+    def __init__(self, grid, block, shared_memory, seed, count, arguments, sizes):
+        self._kept = arguments, sizes
+        super().__init__(
+            grid, block, shared_memory, seed, count, ctypes.addressof(arguments), ctypes.addressof(sizes)
+        )
+
+
+def _aligned(value: bytes) -> tuple[ctypes.Array, int]:
+    memory = ctypes.create_string_buffer(len(value) + 64)
+    address = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+    ctypes.memmove(address, value, len(value))
+    return memory, address
+
+
+def compiled(kernels: Sequence[CudaKernel]) -> list[Library]:
+    """The library of each kernel; those of one file with the same options share one."""
+    groups: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for kernel in kernels:
+        groups.setdefault((kernel.file, kernel.options), {})[kernel.name_expression] = None
+    jobs = [(file, options, tuple(expressions)) for (file, options), expressions in groups.items()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        libraries = dict(zip(groups, pool.map(lambda job: _library(*job), jobs), strict=True))
+    return [libraries[kernel.file, kernel.options] for kernel in kernels]
+
+
+def cache_folder() -> Path:
+    """JAX_SSD_EMULATOR_CACHE_DIR, else a folder of the user's in the system's temporary folder."""
+    named = os.environ.get("JAX_SSD_EMULATOR_CACHE_DIR")
+    return Path(named) if named else Path(tempfile.gettempdir()) / f"jax_ssd_simt_emulator_{os.getuid()}"
+
+
+def _library(file: str, options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
+    texts = sources.cuda_sources(file)
+    texts = {name: translated(Path(name).name, text) for name, text in texts.items()}
+    main = next(iter(texts))
+    entries = "".join(
+        f'extern "C" __attribute__((visibility("default"))) int launch_{i}(const emulator::Launch* launch, char* error, '
+        f"size_t size, uint64_t* where) {{\n  return emulator::run<&{expression}>(launch, error, size, where);\n}}\n"
+        for i, expression in enumerate(expressions)
+    )
+    texts["launch_entries.cc"] = f'#include "launch.h"\n#include "{main}"\n{entries}'
+    return _built(tuple(texts.items()), options, expressions)
+
+
+@cache
+def _built(texts: tuple[tuple[str, str], ...], options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
+    hashed = hashlib.sha256(repr((texts, options, _OPTIONS)).encode())
+    for header in _HEADERS:
+        hashed.update(header.read_bytes())
+    folder = cache_folder() / hashed.hexdigest()[:24]
+    library = folder / "kernels.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        for name in ("cuda_bf16.h", "cuda_fp16.h"):  # numbers.h has those types
+            (folder / name).write_text("")
+        made = folder / f"kernels.{os.getpid()}.so"
+        command = ["g++", *_OPTIONS, "-shared", f"-I{folder}", f"-I{_FOLDER}", *options, str(folder / "launch_entries.cc")]
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ refused the kernels {', '.join(expressions)}:\n{done.stderr[:6000]}")
+        made.replace(library)
+    return Library(library, expressions)
