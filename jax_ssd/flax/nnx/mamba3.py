@@ -26,6 +26,7 @@ from jax_ssd.flax.nnx.parameters import (
     require_features,
     sums_of_small_projections,
     uniform_fan_in,
+    window_dtype,
 )
 from jax_ssd.mamba3.api import MAX_RANK, Mamba3Schedule, Mamba3State, Rotary, mamba3, mamba3_schedule, mamba3_step
 
@@ -144,7 +145,9 @@ class Mamba3(nnx.Module):
         self.dt_proj = small(self.heads, kernel_metadata=kernel_metadata)
         self.A_proj = small(self.heads, kernel_metadata=kernel_metadata)
         self.trap_proj = small(self.heads, kernel_metadata=kernel_metadata)
-        self.angle_proj = small(self.pairs, kernel_metadata=group_kernel_metadata)
+        # An empty kernel has no initial values, for which JAX 0.10 would divide by zero.
+        angle_init = kernel_init if self.pairs else nnx.initializers.zeros_init()
+        self.angle_proj = small(self.pairs, kernel_init=angle_init, kernel_metadata=group_kernel_metadata)
 
         def filled(value: float, *shape: int) -> nnx.Param:
             return nnx.Param(jnp.full((self.heads, *shape), value, jnp.float32), **head_metadata)
@@ -265,7 +268,7 @@ class Mamba3(nnx.Module):
             angle=jnp.zeros((*batch, self.heads, self.pairs), jnp.float32),
             ssm=jnp.zeros((*batch, self.heads, self.head_dim, self.state_dim), jnp.float32),
             k=jnp.zeros((*batch, self.heads, *self._ranks, self.state_dim), self.key_dtype),
-            v=jnp.zeros((*batch, self.heads, self.head_dim), self.param_dtype if self.dtype is None else self.dtype),
+            v=jnp.zeros((*batch, self.heads, self.head_dim), window_dtype(self.dtype, self.param_dtype)),
         )
 
     def _project(self, x: jax.Array) -> dict[str, jax.Array]:
