@@ -1,14 +1,15 @@
-"""Run the GPU kernels of the "cutile" implementation on the CPU: plans go to the tile emulator instead of a GPU."""
+"""Run the GPU kernels on the CPU: plans go to the emulators of cuTile and of CUDA C++ instead of a GPU."""
 
 import jax
 import numpy as np
 
 from jax_ssd import dispatch, op
-from tests import tile_emulator
+from jax_ssd.specs import CudaKernel
+from tests import simt_emulator, tile_emulator
 
 
-def _kernel_plan(definition, spec, name, platform, avals):
-    del platform
+def _kernel_plan(definition, spec, name, platform, avals, devices=None):
+    del platform, devices
     if name not in dispatch.KERNELS or any(0 in aval.shape for aval in avals):
         return None
     return definition.plan(spec, name, op.padded_avals(definition, spec, name, avals))
@@ -19,7 +20,8 @@ def _kernel_runner(plan, devices):
     shapes = tuple(jax.ShapeDtypeStruct(b.shape, jax.numpy.dtype(b.dtype)) for b in plan.results)
 
     def host(*operands):
-        results = tile_emulator.run(plan, [np.array(x) for x in operands])
+        emulator = simt_emulator if isinstance(plan.launches[0].kernel, CudaKernel) else tile_emulator
+        results = emulator.run(plan, [np.array(x) for x in operands])
         return tuple(results[b.name] for b in plan.results)
 
     return lambda *operands: jax.pure_callback(host, shapes, *operands)
