@@ -92,13 +92,23 @@ def compile_launches(requests: Sequence[Request], arch: str) -> list[Cubin]:
 def target_archs(devices: Iterable[Any] | None = None) -> tuple[str, ...]:
     """The architectures to compile for, oldest first: those of the settings, else those of `devices`.
 
-    devices: JAX devices; None means every CUDA device that JAX sees.
-    Raises NotImplementedError if the settings name none and there is no device, or one that is not supported.
+    devices: JAX devices; None means every CUDA device that JAX sees and that is supported.
+    Raises NotImplementedError if the settings name none and there is no device, or one of `devices` is not supported.
     """
     chosen = config.settings().target_arch
     if chosen:
         return chosen
-    found = {_device_arch(device) for device in (_cuda_devices() if devices is None else devices)}
+    found: set[str] = set()
+    refusal = None
+    for device in _cuda_devices() if devices is None else devices:
+        try:
+            found.add(_device_arch(device))
+        except NotImplementedError as error:
+            if devices is not None:
+                raise
+            refusal = refusal or error  # of a GPU that is perhaps not used
+    if refusal is not None and not found:
+        raise refusal
     if not found:
         raise NotImplementedError(f"no CUDA device to compile for. {_ARCH_CURE}")
     return tuple(arch for arch in config.SUPPORTED_ARCHS if arch in found)

@@ -65,7 +65,9 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
 
     @primitive.def_impl
     def _(*operands, spec):
-        return jax.jit(functools.partial(primitive.bind, spec=spec))(*operands)
+        # The only way to run it, so also where the caller has switched jit off.
+        with jax.disable_jit(False):
+            return jax.jit(functools.partial(primitive.bind, spec=spec))(*operands)
 
     def lower(platform, context, *operands, spec):
         _, function = dispatch.first_accepting(
@@ -88,9 +90,9 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
 
         @batched.def_vmap
         def _(axis_size, mapped, *operands):
-            folded = fold(axis_size, mapped, operands, operand_letters)
-            results = batched(*folded)
-            unfolded = tuple(r.reshape(axis_size, r.shape[0] // max(axis_size, 1), *r.shape[1:]) for r in results)
+            batch = _batch(mapped, operands, operand_letters)
+            results = batched(*fold(axis_size, mapped, operands, operand_letters))
+            unfolded = tuple(r.reshape(axis_size, batch, *r.shape[1:]) for r in results)
             return unfolded, (True,) * len(unfolded)
 
         return batched
@@ -98,7 +100,11 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     # One jit around the stack: an eager call on sharded arrays is partitioned too.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def call(spec, *operands):
-        return stacked(spec)(*operands)
+        function = stacked(spec)
+        specs = partition.explicit_results(operands, *definition.letters(spec))
+        if specs is not None:
+            function = jax.sharding.auto_axes(function, out_sharding=specs)
+        return function(*operands)
 
     return call
 
@@ -136,16 +142,20 @@ def implementation(
     Raises:
       NotImplementedError: it cannot serve the call there, with the reason.
     """
-    plan = kernel_plan(definition, spec, name, platform, avals)
+    plan = kernel_plan(definition, spec, name, platform, avals, devices)
     if plan is None:
         return definition.plain(spec, name if name == "reference" else "xla")
     return padded(definition, spec, name, avals, kernel_runner(plan, devices))
 
 
-def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -> Plan | None:
+def kernel_plan(
+    definition: Definition, spec, name: str, platform: str, avals, devices: Sequence[Any] | None = None
+) -> Plan | None:
     """The plan of an implementation's kernels, checked against the architecture but not compiled.
 
     None where nothing is to be launched: for a pure JAX implementation, and where an axis has size zero.
+    devices: the GPUs that the program is for, all of which must take it. None while it is not known which of those here
+    they will be (in tracing): then one that takes it is enough.
 
     Raises:
       NotImplementedError: no such kernels, or not for this platform, size, type or machine, with the reason.
@@ -160,12 +170,27 @@ def kernel_plan(definition: Definition, spec, name: str, platform: str, avals) -
     if any(0 in aval.shape for aval in avals):
         return None
     plan = definition.plan(spec, name, padded_avals(definition, spec, name, avals))
-    for arch in compile.target_archs():
-        plan.check(arch)
+    if devices is None:
+        _check_any(plan, compile.target_archs())
+    else:
+        for arch in compile.target_archs(devices):
+            plan.check(arch)
     missing = ffi_targets.missing()
     if missing is not None:
         raise NotImplementedError(missing)
     return plan
+
+
+def _check_any(plan: Plan, archs: Sequence[str]) -> None:
+    """Raises what the plan's check of the first architecture raises, if no other passes either."""
+    refusal = None
+    for arch in archs:
+        try:
+            return plan.check(arch)
+        except NotImplementedError as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
 
 
 def padded_avals(definition: Definition, spec, name: str, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
@@ -203,7 +228,7 @@ def kernels_of(name: str, plans: Mapping[str, Callable]) -> Callable:
     """
     if name not in plans:
         language = {"cutile": "cuTile", "cuda": "CUDA C++"}[name]
-        others = ", ".join(repr(other) for other in (*plans, "xla"))
+        others = ", ".join(repr(other) for other in (*plans, "xla", "reference"))
         raise NotImplementedError(f"this op has no {language} kernels; choose among {others}.")
     return plans[name]
 
@@ -243,9 +268,7 @@ def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.A
     Per-head parameters (axis letter "r") keep their single row unless one of them is mapped or already has a row per
     batch entry; then all get one row per entry of the folded batch, since kernels take them alike.
     """
-    batch = next(
-        x.shape[1] if m else x.shape[0] for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "b"
-    )
+    batch = _batch(mapped, operands, letters)
     rows = [
         (x.shape[1] if m else x.shape[0], m)
         for x, m, axes in zip(operands, mapped, letters, strict=True)
@@ -263,6 +286,13 @@ def fold(axis_size: int, mapped, operands, letters: Sequence[str]) -> list[jax.A
         return array.reshape(axis_size * batch, *array.shape[2:])
 
     return [one(*row) for row in zip(operands, mapped, letters, strict=True)]
+
+
+def _batch(mapped, operands, letters: Sequence[str]) -> int:
+    """The size of the batch axis, behind a mapped one."""
+    return next(
+        x.shape[1] if m else x.shape[0] for x, m, axes in zip(operands, mapped, letters, strict=True) if axes[0] == "b"
+    )
 
 
 # Identity on values and, transposed, on cotangents; applied forward to a tangent it refuses in words. Without it

@@ -10,6 +10,7 @@ each shard slices what its heads read, and the gradients of B and C are summed o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]  # mesh axis names that share one array axis
 
@@ -36,7 +37,7 @@ def partitioned(
         layout = _layout(mesh, operands, results, *letters)
         arguments = tuple(layout.sharding(x.shape, axes) for x, axes in zip(operands, letters[0], strict=True))
         outcomes = tuple(layout.sharding(x.shape, axes) for x, axes in zip(results, letters[1], strict=True))
-        return mesh, layout.local(function, *letters), outcomes, arguments
+        return mesh, _outside_of_meshes(layout.local(function, *letters)), outcomes, arguments
 
     def infer(mesh, operands, results):
         layout = _layout(mesh, operands, results, *letters)
@@ -49,6 +50,48 @@ def partitioned(
 
     wrapped.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     return wrapped
+
+
+def _outside_of_meshes(function: Callable) -> Callable:
+    """`function` for one shard: a mesh that the caller has set with jax.set_mesh means nothing in it."""
+
+    def run(*operands):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*operands)
+
+    return run
+
+
+def explicit_results(
+    operands: Sequence[jax.Array], operand_letters: Sequence[str], result_letters: Sequence[str]
+) -> tuple[PartitionSpec, ...] | None:
+    """The results' shardings where those of operands are part of their types (AxisType.Explicit), else None.
+
+    A result is sharded like the operand that it belongs to, the next with its letters; where there is none, along batch
+    and heads as any operand is.
+    """
+    specs = [(*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim] for x in operands]
+    meshes = [jax.typeof(x).sharding.mesh for x in operands]
+    if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return None
+    somewhere: dict[str, Any] = {}
+    for spec, letters in zip(specs, operand_letters, strict=True):
+        somewhere |= {
+            letter: axes
+            for letter, axes in zip(letters, spec, strict=True)
+            if letter in "bh" and axes is not None and letter not in somewhere
+        }
+    left = [*zip(operand_letters, specs, strict=True)]
+    results = []
+    for letters in result_letters:
+        own = next((one for one in left if one[0].replace("r", "b") == letters), None)
+        if own is None:
+            results.append(PartitionSpec(*(somewhere.get(letter) for letter in letters)))
+            continue
+        left.remove(own)
+        axes = (somewhere.get("b") if letter == "r" else axis for letter, axis in zip(*own, strict=True))
+        results.append(PartitionSpec(*axes))
+    return tuple(results)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,8 @@ def test_kernels_are_planned_for_their_shard(monkeypatch):
     """Which sizes the kernels would run at; pure JAX stands in for them."""
     planned = {}
 
-    def record(definition, spec, name, platform, avals):
+    def record(definition, spec, name, platform, avals, devices=None):
+        del devices
         if name not in dispatch.KERNELS:
             return None
         plan = definition.plan(spec, name, avals)
@@ -318,6 +319,78 @@ def test_gradients_taken_outside_shard_map(name):
     outside = jax.grad(lambda moving: (mapped(moving) ** 2).sum())
     given = place(arrays(4, 8), specs)
     assert_close(compiled(outside, given)(given), expected_total())
+
+
+ALONE: dict[str, tuple[str, ...]] = {
+    "no initial state": ("x", "dt", "A", "B", "C"),
+    "packed": ("x", "dt", "A", "B", "C", "segment_ids"),
+    "every argument": ("x", "dt", "A", "B", "C", "D", "z", "initial_state", "segment_ids"),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.parametrize("name", ALONE)
+def test_values_and_gradients_inside_shard_map(name, implementation):
+    """Also where nothing but the tokens varies over the mesh: the state that a scan carries does from the beginning."""
+    given = {**arrays(4, 8), "z": arrays(4, 8)["x"] + 1, "segment_ids": jnp.asarray(ids())}
+    given = {key: given[key] for key in ALONE[name]}
+    specs = {**Layout(4, 8, "data", None).specs(), "z": P("data")}
+    specs = {key: specs[key] for key in given}
+
+    def both(given):
+        labels = {key: given[key] for key in given if key == "segment_ids"}
+        moving = {key: array for key, array in given.items() if key not in labels}
+
+        def objective(moving):
+            options = {"dt_softplus": True, "chunk_size": CHUNK, "precision": "highest"}
+            y, final = jax_ssd.mamba2(
+                **moving, **labels, **options, return_final_state=True, implementation=implementation
+            )
+            return (y**2).sum() + (final**2).sum(), (y, final)
+
+        gradients, results = jax.grad(objective, has_aux=True)(moving)
+        return results, gradients
+
+    outs = (P("data"), P("data")), {key: spec for key, spec in specs.items() if key != "segment_ids"}
+    inside = jax.shard_map(both, mesh=mesh(), in_specs=(specs,), out_specs=outs)
+    assert_close(compiled(inside, given)(given), jax.tree.map(np.asarray, compiled(both, given)(given)))
+
+
+# Meshes whose axes are part of the types.
+
+
+@pytest.mark.parametrize("name", ["fewer groups than shards", "as many groups as shards"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_explicit_axes(name, packed):
+    layout = GOOD[name]
+    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs = layout.specs()
+    given = arrays(layout.groups, layout.heads)
+    with jax.set_mesh(explicit):
+        moving = {key: jax.device_put(array, NamedSharding(explicit, specs[key])) for key, array in given.items()}
+        arguments = (moving,)
+        if packed:
+            arguments = (moving, jax.device_put(ids(), NamedSharding(explicit, specs["segment_ids"])))
+        value, gradients = jax.jit(value_and_gradients)(*arguments)
+        y, final = jax.jit(functools.partial(jax_ssd.mamba2, return_final_state=True))(**moving)
+        assert_close((value, gradients), expected(layout.groups, layout.heads, packed))
+    assert {key: jax.typeof(one).sharding.spec for key, one in gradients.items()} == {
+        key: jax.typeof(moving[key]).sharding.spec for key in gradients
+    }
+    assert jax.typeof(y).sharding.spec == P("data", None, "model", None)
+    assert jax.typeof(final).sharding.spec == P("data", "model", None, None)
+
+
+def test_a_step_on_explicit_axes():
+    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs, given = step_specs(4), step_arguments(4)
+    with jax.set_mesh(explicit):
+        placed = {key: jax.device_put(array, NamedSharding(explicit, specs[key])) for key, array in given.items()}
+        state, y = jax.jit(lambda moving: jax_ssd.mamba2_step(**moving, dt_softplus=True))(placed)
+    assert jax.typeof(state).sharding.spec == P("data", "model", None, None)
+    assert_close(
+        (state, y), jax.tree.map(np.asarray, jax.jit(lambda m: jax_ssd.mamba2_step(**m, dt_softplus=True))(given))
+    )
 
 
 def test_gradients_of_a_step_taken_inside_shard_map():
