@@ -2,8 +2,8 @@
 
 One folder per kernel, named by the SHA-256 of everything that the kernel is made of except the compiler:
 
-    <cache folder>/v1/3f/3f9a…/source.py           what was compiled, to explain the binary
-                              /<compiler>.json      one per compiler and version: names the binary, holds its digest
+    <cache folder>/v2/3f/3f9a…/source.py           what was compiled, to explain the binary
+                              /<compiler>.json      one per compiler and version: names the binary; holds its digest, and one of itself
                               /<digest>.cubin       the binary
 
 With a compiler at hand only that compiler's entry counts. Without one (a GPU machine to which the folder was carried)
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Cache:
             return
         digest = hashlib.sha256(entry.data).hexdigest()
         record = {"key": key, "compiler": entry.compiler, "digest": digest, "details": dict(entry.details)}
+        record["seal"] = _seal(record)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # The record comes last: it is what makes the other two an entry.
@@ -117,13 +118,15 @@ class Cache:
             return None
         try:
             record = json.loads(text)
+            if record.pop("seal") != _seal(record):
+                raise ValueError("the record is not what was written")
             data = (path.parent / f"{record['digest']}.cubin").read_bytes()
             if record["key"] != key:
                 raise ValueError("it is the record of another key")
             if hashlib.sha256(data).hexdigest() != record["digest"]:
                 raise ValueError("the binary does not have the recorded digest")
             return Entry(data, record["details"], record["compiler"])
-        except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError) as error:
             _warn_once(
                 ("damaged", str(path)),
                 f"jax_ssd ignores a damaged entry of its kernel cache, {path}: {type(error).__name__}: {error}. "
@@ -141,6 +144,11 @@ def open_cache(folder: Path | None) -> Cache:
 _caches: dict[Path | None, Cache] = {}
 _warned: set[tuple[str, str]] = set()
 _lock = threading.Lock()
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    """The digest of a record, of which everything is used: a kernel's symbol as much as its binary."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _file_name(compiler: str) -> str:

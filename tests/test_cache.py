@@ -106,8 +106,41 @@ def test_damage_is_a_miss_with_one_warning(tmp_path, pattern, damage):
 def test_a_record_of_another_key_is_damage(tmp_path):
     put(tmp_path)
     path = entry_file(tmp_path, "*.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "key": "0" * 64}))
+    other = path.parents[2] / ("0" * 2) / ("0" * 64) / path.name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(path.read_bytes())
+    (other.parent / entry_file(tmp_path, "*.cubin").name).write_bytes(ENTRY.data)
     with pytest.warns(RuntimeWarning, match="another key"):
+        assert cache.Cache(tmp_path).get("0" * 64, ENTRY.compiler) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"details": {}},
+        {"details": None},
+        {"details": {"symbol": "other"}},
+        {"compiler": "other"},
+        {"seal": None},
+        {"digest": 3},
+    ],
+)
+def test_a_changed_record_is_damage(tmp_path, change):
+    put(tmp_path)
+    path = entry_file(tmp_path, "*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.warns(RuntimeWarning, match="damaged entry") as seen:
+        assert get(tmp_path) is None
+    assert len(seen) == 1
+    put(tmp_path)
+    assert get(tmp_path) == ENTRY
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "1", "{}", '"text"'])
+def test_a_record_of_another_kind_is_damage(tmp_path, text):
+    put(tmp_path)
+    entry_file(tmp_path, "*.json").write_text(text)
+    with pytest.warns(RuntimeWarning, match="damaged entry"):
         assert get(tmp_path) is None
 
 
