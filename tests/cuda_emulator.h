@@ -105,6 +105,7 @@ struct Fiber {
 inline std::vector<Fiber> fibers(kMostThreads);
 inline Meeting warps[kMostThreads / 32], block, groups[kMostThreads / 128];
 inline int threads = 0, current = 0, vote = 0;
+inline size_t limit = 0;  // bytes of shared memory that the launch asks for
 inline Index thread_index, block_index, grid_size;
 inline jmp_buf scheduler;
 inline void (*body)() = nullptr;
@@ -185,10 +186,13 @@ inline void run_block(int count, void (*function)(), unsigned seed) {
     }
     if (!moved) fail("no thread can go on");
   }
+  for (size_t i = limit; i < sizeof jax_ssd::memory; ++i) {
+    if (jax_ssd::memory[i] != 0xff) fail("a write beyond the launch's shared memory");
+  }
 }
 
 inline unsigned char* shared(unsigned address, int bytes, int alignment) {
-  if (address + bytes > sizeof jax_ssd::memory) fail("address beyond shared memory");
+  if (address + bytes > limit) fail("address beyond the launch's shared memory");
   if (address % alignment != 0) fail("misaligned shared address");
   return jax_ssd::memory + address;
 }
@@ -419,11 +423,13 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I
 }
 
 template <class... Parameters>
-void launch(void (*kernel)(Parameters...), const unsigned* grid, unsigned count, void** arguments, unsigned seed) {
+void launch(void (*kernel)(Parameters...), const unsigned* grid, unsigned count, unsigned bytes, void** arguments,
+            unsigned seed) {
   static void (*chosen)(Parameters...);
   static void** passed;
   chosen = kernel;
   passed = arguments;
+  limit = bytes;
   grid_size = {grid[0], grid[1], grid[2]};
   for (unsigned z = 0; z < grid[2]; ++z) {
     for (unsigned y = 0; y < grid[1]; ++y) {
@@ -485,6 +491,19 @@ inline float __sinf(float x) { return std::sin(x); }
 inline float __cosf(float x) { return std::cos(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
 inline void sincospif(float x, float* sine, float* cosine) {
   *sine = static_cast<float>(std::sin(M_PI * static_cast<double>(x)));
   *cosine = static_cast<float>(std::cos(M_PI * static_cast<double>(x)));

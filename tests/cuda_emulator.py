@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 
 def run(plan: Plan, operands: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The results of a plan. Results and scratch start as bytes of ones."""
+    """The results of a plan. Results and scratch start as bytes of ones, but those written in place of an operand."""
     memory = {}
     for buffer in plan.operands:
         array = np.ascontiguousarray(operands[buffer.name])
@@ -42,6 +42,8 @@ def run(plan: Plan, operands: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     for buffer in (*plan.results, *plan.scratch):
         ones = np.frombuffer(b"\xff" * buffer.nbytes, np.uint8).view(jnp.dtype(buffer.dtype))
         memory[buffer.name] = _aligned(ones.reshape(buffer.shape))
+    for operand, result in plan.aliases.items():
+        memory[result] = memory[operand]
     for launch in plan.launches:
         assert isinstance(launch.kernel, CudaKernel)
         _start(plan, launch, _library(launch.kernel), memory)
@@ -67,7 +69,8 @@ def _start(plan: Plan, launch: Launch, library: ctypes.CDLL, memory: Mapping[str
             values.append(ctypes.create_string_buffer(parameter, len(parameter)))
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     assert launch.block[1:] == (1, 1)
-    library.start((ctypes.c_uint * 3)(*launch.grid), ctypes.c_uint(launch.block[0]), pointers, ctypes.c_uint(1))
+    threads, memory_bytes, seed = map(ctypes.c_uint, (launch.block[0], launch.shared_memory, 1))
+    library.start((ctypes.c_uint * 3)(*launch.grid), threads, memory_bytes, pointers, seed)
 
 
 @functools.cache
@@ -80,8 +83,8 @@ def _library(kernel: CudaKernel) -> ctypes.CDLL:
         (folder / name).write_text(text)
     entry = f"""#include "{_HEADER}"
 #include "{kernel.file}"
-extern "C" void start(const unsigned* grid, unsigned threads, void** arguments, unsigned seed) {{
-  emulator::launch({kernel.name_expression}, grid, threads, arguments, seed);
+extern "C" void start(const unsigned* grid, unsigned threads, unsigned bytes, void** arguments, unsigned seed) {{
+  emulator::launch({kernel.name_expression}, grid, threads, bytes, arguments, seed);
 }}
 """
     (folder / "entry.cc").write_text(entry)
@@ -96,6 +99,7 @@ extern "C" void start(const unsigned* grid, unsigned threads, void** arguments, 
 def without_ptx(text: str) -> str:
     """A source in which each `asm` statement is a call of the interpreter."""
     text = text.replace("#pragma unroll", "//")
+    text = re.sub(r"(?<!extern )__shared__", "static", text)  # fibers share what a thread of the machine has
     result, position = [], 0
     for found in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
         if found.start() < position:

@@ -17,65 +17,8 @@ from jax_ssd.mamba3 import choices, plan_step
 from jax_ssd.mamba3.plan_step import StepBlocks
 from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import Buffer, Plan
-
-
-def step_problem(
-    *, batch=2, heads=4, head_dim=16, groups=2, state=32, rank: int | None = 2, pairs=8, dtype="float32",
-    param_rows=1, rotary="half", fold=True, gate=True, skip=True, norm=True, **types: str
-) -> Problem:  # fmt: skip
-    """A step with every option, unless told otherwise. rank None is SISO; types: of parts of the state."""
-    R, lead = rank or 1, (batch, heads)
-    parts = {"angle": (pairs,), "ssm": (head_dim, state), "k": (R, state), "v": (head_dim,)}
-    defaults = {"angle": "float32", "ssm": "float32", "k": "float32", "v": dtype}
-    per_rank = (param_rows, heads, R, head_dim)
-    arrays: list[tuple[str, tuple[int, ...], str, bool]] = [
-        ("q", (batch, R, groups, state), dtype, True),
-        ("k", (batch, R, groups, state), dtype, True),
-        ("v", (*lead, head_dim), dtype, True),
-        ("q_bias", (param_rows, heads, R, state), "float32", True),
-        ("k_bias", (param_rows, heads, R, state), "float32", True),
-        ("angles", (*lead, pairs), "float32", True),
-        *((name, lead, "float32", True) for name in ("adt", "dt", "trap")),
-        *((f"state_{part}", (*lead, *shape), types.get(part, defaults[part]), True) for part, shape in parts.items()),
-        ("mimo_v", per_rank, "float32", rank is not None),
-        ("mimo_o", per_rank, "float32", rank is not None and fold),
-        ("z", (*lead, head_dim), dtype, gate),
-        ("mimo_z", per_rank, "float32", rank is not None and gate),
-        ("D", (param_rows, heads), "float32", skip),
-        ("norm_weight", (param_rows, heads, head_dim), "float32", norm),
-    ]
-    return Problem(
-        batch=batch,
-        seq=1,
-        heads=heads,
-        head_dim=head_dim,
-        groups=groups,
-        state=state,
-        rank=R,
-        pairs=pairs,
-        dtype=dtype,
-        param_rows=param_rows,
-        rotary=rotary,
-        norm_eps=1e-5,
-        return_final_state=True,
-        chunk_size=None,
-        precision="default",
-        operands=tuple(Buffer(name, shape, type_) for name, shape, type_, given in arrays if given),
-    )
-
-
-def random_operands(p: Problem, seed: int = 0) -> dict[str, np.ndarray]:
-    """Operands of a step by name, over a wide range of trap and angles; rounded to their types."""
-    rng = np.random.default_rng(seed)
-    made = {b.name: rng.standard_normal(b.shape) for b in p.operands}
-    made["adt"] = -np.exp(made["adt"] - 2)
-    made["dt"] = np.exp(0.7 * made["dt"] - 1.5)
-    made |= {"angles": 2 * made["angles"], "trap": 3 * made["trap"], "state_angle": 4 * made["state_angle"]}
-    types = {b.name: jnp.dtype(b.dtype) for b in p.operands}
-    return {name: array.astype(np.float32).astype(types[name]) for name, array in made.items()}
-
-
-MODEL: dict[str, Any] = {"heads": 64, "head_dim": 64, "groups": 1, "state": 128, "pairs": 32, "dtype": "bfloat16"}
+from tests import cuda_emulator
+from tests.mamba3_steps import CHANGES, MODEL, SHAPES, check, random_operands, step_problem
 
 
 def test_one_launch_replaces_the_state():
@@ -93,15 +36,6 @@ def test_ranks_that_are_kept_have_an_axis():
     assert made.results[-1] == Buffer("y", (2, 3, 4, 16), "float32")
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "mimo": {**MODEL, "rank": 4},
-    "siso": {**MODEL, "rank": None, "rotary": "pairwise", "pairs": 64, "norm": False, "skip": False, "gate": False},
-    "rank 8": {**MODEL, "rank": 8, "dtype": "float16", "k": "bfloat16", "fold": False},
-    "odd": {"heads": 3, "groups": 3, "head_dim": 5, "state": 6, "pairs": 2, "rank": 3, "param_rows": 2},
-    "wide": {**MODEL, "state": 256, "head_dim": 128, "rank": 8, "dtype": "float32"},
-}
-
-
 def compile_plan(made: Plan, arch: str) -> kernels.Cubin:
     if nvrtc.missing():
         pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
@@ -109,6 +43,37 @@ def compile_plan(made: Plan, arch: str) -> kernels.Cubin:
     (cubin,) = kernels.compile_launches([(made.launches[0].kernel, ())], arch)
     assert [size for _, size in cubin.parameters] == made.parameter_sizes(made.launches[0])
     return cubin
+
+
+# One of each kind: a compilation takes seconds. tests/gpu/test_mamba3_step.py runs them all.
+EMULATED = ("siso with everything", "ranks kept", "rows of parameters", "pairwise", "turns")
+emulated = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
+
+
+def emulate(p: Problem, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    made = plan_step.step(p)
+    return dict(zip((b.name for b in made.results), cuda_emulator.run(made, operands), strict=True))
+
+
+@emulated
+@pytest.mark.parametrize("changes", EMULATED)
+def test_the_kernel_equals_one_token_in_float64(changes):
+    p = step_problem(**CHANGES[changes])
+    operands = random_operands(p)
+    check(p, operands, emulate(p, operands))
+
+
+@emulated
+@pytest.mark.parametrize("name", ["q", "dt", "trap", "z", "state_ssm", "state_angle"])
+def test_a_nan_stays_in_its_row_and_head(name):
+    p = step_problem(batch=3, groups=4)
+    operands = random_operands(p)
+    operands[name][(1, 0, 2) if name == "q" else (1, 2)] = np.nan
+    got = emulate(p, operands)
+    others = np.ones((3, 4), bool)
+    others[1, 2] = False
+    assert not any(np.isnan(array[others]).any() for array in got.values())
+    assert np.isnan(got["y"][1, 2]).any()
 
 
 @pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)

@@ -15,11 +15,8 @@ from jax_ssd.mamba3 import plan_step
 from jax_ssd.mamba3.plan_step import StepBlocks
 from jax_ssd.mamba3.problem import Problem
 from tests import mamba3_float64 as oracle
+from tests.mamba3_steps import CHANGES, MODEL, check, error, random_operands, step_problem
 from tests.test_mamba3 import case, state_error, token
-from tests.test_mamba3_plan_step import MODEL, SHAPES, random_operands, step_problem
-
-# Of max|y - truth| / max|truth|: a sum of rank * state products in float32, and the rounding of what is stored.
-BARS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 
 
 def step(p: Problem, operands: dict[str, np.ndarray], blocks: StepBlocks | None = None) -> dict[str, np.ndarray]:
@@ -29,70 +26,18 @@ def step(p: Problem, operands: dict[str, np.ndarray], blocks: StepBlocks | None 
     return {b.name: np.asarray(a) for b, a in zip(made.results, results, strict=True)}
 
 
-def truth(p: Problem, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same in float64, row by row, since every row may have parameters of its own."""
-    wide = {name: np.asarray(array, np.float64) for name, array in operands.items()}
-    parts = ("angle", "ssm", "k", "v")
-    rows = []
-    for b in range(p.batch):
-        one = {
-            name: a[b % a.shape[0]] if name in ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
-            else np.moveaxis(a[b : b + 1, None], 1, -1) if name in ("adt", "dt", "trap")
-            else a[b : b + 1, None]
-            for name, a in wide.items()
-            if not name.startswith("state_")
-        }  # fmt: skip
-        state = tuple(wide[f"state_{part}"][b : b + 1] for part in parts)
-        if "mimo_v" not in one:
-            one |= {n: one[n][:, :, 0] for n in ("q", "k")} | {n: one[n][:, 0] for n in ("q_bias", "k_bias")}
-            state = (*state[:2], state[2][:, :, 0], state[3])
-        y, new = oracle.run(**one, rotary=p.rotary, norm_eps=p.norm_eps, initial_state=state)
-        if "mimo_v" not in one:
-            new = (*new[:2], new[2][:, :, None], new[3])
-        rows.append((*new, y[:, 0]))
-    names = (*(f"new_state_{part}" for part in parts), "y")
-    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def error(got: np.ndarray, expected: np.ndarray) -> float:
-    """NaN must be where it is expected."""
-    got = np.asarray(got, np.float64)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    return float(np.nanmax(np.abs(got - expected)) / np.nanmax(np.abs(expected)))
-
-
-def check(p: Problem, operands: dict[str, np.ndarray], blocks: StepBlocks | None = None) -> None:
-    got, expected = step(p, operands, blocks), truth(p, operands)
-    turns = (np.asarray(got["new_state_angle"], np.float64) - expected["new_state_angle"]) / (2 * np.pi)
-    assert np.nanmax(np.abs(turns - np.round(turns))) < 5e-7
-    for name in ("new_state_ssm", "new_state_k", "new_state_v", "y"):
-        bar = BARS[got[name].dtype.name]
-        assert error(got[name], expected[name]) < bar, name
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    **SHAPES,
-    "every option": {},
-    "pairwise": {"rotary": "pairwise", "pairs": 16, "dtype": "bfloat16", "k": "bfloat16"},
-    "rows of parameters": {"param_rows": 2, "rank": 5, "dtype": "float16"},
-    "plain": {"gate": False, "skip": False, "norm": False, "rank": 1, "pairs": 1},
-    "siso with everything": {"rank": None, "rotary": "pairwise", "heads": 6, "groups": 3},
-    "ranks kept": {"rank": 3, "fold": False, "gate": False, "head_dim": 9},
-    "turns": {"heads": 2, "groups": 1, "head_dim": 200, "state": 20, "rank": 2},
-    "large batch": {**MODEL, "rank": 4, "batch": 40},
-}
-
-
 @pytest.mark.parametrize("changes", CHANGES)
 def test_equals_one_token_in_float64(changes):
     p = step_problem(**CHANGES[changes])
-    check(p, random_operands(p))
+    operands = random_operands(p)
+    check(p, operands, step(p, operands))
 
 
 @pytest.mark.parametrize("blocks", [(1, 64), (2, 1024), (4, 128), (8, 32)], ids=str)
 def test_blocks_change_rounding_only(blocks):
     p = step_problem(heads=3, groups=1, head_dim=24, state=128, rank=4, pairs=40)
-    check(p, random_operands(p), StepBlocks(*blocks))
+    operands = random_operands(p)
+    check(p, operands, step(p, operands, StepBlocks(*blocks)))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "z", "adt", "dt", "trap", "angles", "state_ssm", "state_angle"])
