@@ -77,18 +77,17 @@ def causal_conv1d(
 
     Raises:
       ValueError: a shape does not fit, or ``activation`` is unknown.
-      TypeError: a dtype does not fit.
+      TypeError: an argument is no array, or of a type that does not fit.
     """
-    _check(
-        "causal_conv1d",
-        x,
-        weight,
-        bias,
-        activation,
-        token_axes=("...", "seq"),
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-    )
+    name = "causal_conv1d"
+    x, weight, bias = _arrays(name, x, weight, bias)
+    if initial_state is not None:
+        initial_state = shapes.as_array(name, "initial_state", initial_state)
+    if segment_ids is not None:
+        segment_ids = shapes.as_array(name, "segment_ids", segment_ids)
+    return_final_state = shapes.flag(name, "return_final_state", return_final_state)
+    more = {"initial_state": initial_state, "segment_ids": segment_ids}
+    _check(name, x, weight, bias, activation, token_axes=("...", "seq"), **more)
     width = weight.shape[1]
     state = _empty_window(x, width) if initial_state is None else initial_state
     if segment_ids is None:
@@ -123,9 +122,12 @@ def causal_conv1d_step(
 
     Raises:
       ValueError: a shape does not fit, or ``activation`` is unknown.
-      TypeError: a dtype does not fit.
+      TypeError: an argument is no array, or of a type that does not fit.
     """
-    _check("causal_conv1d_step", x, weight, bias, activation, token_axes=("...",), state=state)
+    name = "causal_conv1d_step"
+    x, weight, bias = _arrays(name, x, weight, bias)
+    state = shapes.as_array(name, "state", state)
+    _check(name, x, weight, bias, activation, token_axes=("...",), state=state)
     tokens = _extend(state, x[..., None, :])
     y = _activate(_filter(tokens, weight, bias, 1), activation)
     return tokens[..., 1:, :].astype(state.dtype), y[..., 0, :].astype(x.dtype)
@@ -205,6 +207,11 @@ def _common(one: Any, other: Any) -> Any:
     """The smallest type that holds both, also where the caller forbids implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(one, other)
+
+
+def _arrays(op: str, x: Any, weight: Any, bias: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    given = shapes.as_array(op, "x", x), shapes.as_array(op, "weight", weight)
+    return (*given, None if bias is None else shapes.as_array(op, "bias", bias))
 
 
 def _check(

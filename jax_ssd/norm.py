@@ -28,7 +28,7 @@ def rms_norm_gated(
       x: ``[..., features]``, any float dtype.
       z: the gate before its SiLU, in ``x``'s shape; None leaves the gate out.
       weight: ``[features]``, any float dtype; None means ones.
-      eps: added to the mean square.
+      eps: added to the mean square; finite, at least 0.
       group_size: features normalised together, a divisor of ``features``; None means all of them. Mamba-2 uses
         ``features / groups``.
       norm_before_gate: gate the normalised values rather than normalise the gated ones.
@@ -37,9 +37,17 @@ def rms_norm_gated(
       ``[..., features]`` in ``x``'s dtype.
 
     Raises:
-      ValueError: a shape does not fit, or ``group_size`` does not divide the features.
-      TypeError: a dtype is not a float.
+      ValueError: a shape does not fit, ``eps`` is out of range, or ``group_size`` does not divide the features.
+      TypeError: an argument is no array, no number or no flag, or a dtype is not a float.
     """
+    op = "rms_norm_gated"
+    x = shapes.as_array(op, "x", x)
+    z = None if z is None else shapes.as_array(op, "z", z)
+    weight = None if weight is None else shapes.as_array(op, "weight", weight)
+    eps = shapes.number(op, "eps", eps)
+    norm_before_gate = shapes.flag(op, "norm_before_gate", norm_before_gate)
+    if group_size is not None:
+        group_size = shapes.integer(op, "group_size", group_size, least=1)
     _check(x, z, weight, group_size)
     dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     value = x.astype(dtype)
@@ -69,7 +77,7 @@ def _check(x: jax.Array, z: jax.Array | None, weight: jax.Array | None, group_si
         if array is not None:
             shapes.require_float(op, name, array)
             shapes.require_shape(op, name, array, axes[name], sizes)
-    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+    if group_size is not None and x.shape[-1] % group_size:
         raise ValueError(
             f"{op}: group_size: expected a divisor of the {x.shape[-1]} features of x, got {group_size}; "
             "Mamba-2 uses features / groups."

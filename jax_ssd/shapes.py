@@ -90,8 +90,10 @@ def require_choice(op: str, name: str, value, choices: Sequence[str]) -> str:
 
 
 def number(op: str, name: str, value) -> float:
-    """A finite number that is not negative, as a float."""
+    """A finite number that is not negative, as a float; text is none."""
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError(f"{type(value).__name__} is no number")
         result = float(value)
     except (TypeError, ValueError) as cause:
         raise TypeError(
@@ -107,13 +109,18 @@ def number(op: str, name: str, value) -> float:
 def limits(op: str, dt_limit) -> tuple[float, float]:
     """dt_limit as a checked pair of floats."""
     try:
+        if not isinstance(dt_limit, (Sequence, np.ndarray, jax.Array)) or isinstance(dt_limit, (str, bytes)):
+            raise TypeError("not a pair")
+        if any(isinstance(bound, (str, bytes, bool)) for bound in dt_limit):
+            raise TypeError("not numbers")
         low, high = (float(bound) for bound in dt_limit)
     except (TypeError, ValueError) as cause:
         raise TypeError(
             f"{op}: dt_limit: expected two numbers (low, high), got {dt_limit!r}; "
             "pass for instance (0.0, float('inf'))."
         ) from cause
-    if not low <= high or math.inf in (low, -high):  # the first also refuses NaN
+    # The first also refuses NaN, the others what is no step at all, also once it is a float32.
+    if not low <= high or low > _LARGEST or high < -_LARGEST:
         raise ValueError(
             f"{op}: dt_limit: expected low <= high with a step size between them, got ({low}, {high}); "
             "pass for instance (0.0, float('inf'))."
@@ -125,6 +132,15 @@ def flag(op: str, name: str, value) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{op}: {name}: expected True or False, got {value!r}; it is static, so pass a Python bool.")
     return bool(value)
+
+
+def integer(op: str, name: str, value, least: int) -> int:
+    """A static integer that is not too small."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{op}: {name}: expected an integer, got {value!r}; it is static, so pass a Python int.")
+    if value < least:
+        raise ValueError(f"{op}: {name}: expected at least {least}, got {value}; pass for instance {max(least, 1)}.")
+    return int(value)
 
 
 def chunk(op: str, chunk_size) -> int | None:
@@ -139,6 +155,7 @@ def chunk(op: str, chunk_size) -> int | None:
     return int(chunk_size)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
 _PRECISIONS = {
     "default": "default",
     "bfloat16": "default",
@@ -150,13 +167,23 @@ _PRECISIONS = {
     "highest": "highest",
     "float32": "highest",
 }
+# Algorithm presets that jax_default_matmul_precision may hold and that keep more than TF32; the others keep no more.
+_FULL_PRESETS = (
+    "BF16_BF16_F32_X3",
+    "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9",
+    "TF32_TF32_F32_X3",
+    "F32_F32_F32",
+    "F64_F64_F64",
+)
 
 
 def precision(op: str, value) -> str:
-    """ "default" or "highest"; None follows jax_default_matmul_precision."""
+    """ "default" or "highest"; None follows jax_default_matmul_precision, whatever JAX takes for it."""
     if value is None:
         # JAX adds its flags to the configuration at run time, where a type checker does not see them.
-        value = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore[reportAttributeAccessIssue]
+        word = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore[reportAttributeAccessIssue]
+        return _PRECISIONS.get(word, "highest" if word in _FULL_PRESETS else "default")
     word = value.name.lower() if isinstance(value, jax.lax.Precision) else value
     if not isinstance(word, str) or word not in _PRECISIONS:
         raise ValueError(

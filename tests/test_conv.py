@@ -204,3 +204,36 @@ def test_mistakes_are_named(error, words, arguments):
 def test_step_names_a_cache_that_is_too_wide():
     with pytest.raises(ValueError, match=r"state.*width - 1.*\(3, 5\)"):
         causal_conv1d_step(jnp.zeros((4, CHANNELS)), jnp.zeros(CHANNELS), jnp.zeros((CHANNELS, 4)))
+
+
+X, W = np.ones((2, 5, 3), np.float32), np.ones((3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", None),
+        ("x", "text"),
+        ("weight", None),
+        ("weight", [[1.0, 2.0], [1.0]]),
+        ("bias", "text"),
+        ("segment_ids", {}),
+    ],
+)
+def test_what_is_no_array_is_named(name, value):
+    with pytest.raises(TypeError, match=f"causal_conv1d: {name}: expected an array"):
+        causal_conv1d(**({"x": X, "weight": W} | {name: value}))
+
+
+def test_lists_are_arrays():
+    np.testing.assert_array_equal(causal_conv1d(X.tolist(), W.tolist()), causal_conv1d(X, W))
+
+
+def test_a_flag_that_is_none():
+    with pytest.raises(TypeError, match="return_final_state: expected True or False, got 'no'"):
+        causal_conv1d(X, W, return_final_state="no")  # type: ignore[call-overload]
+
+
+def test_a_step_without_a_state():
+    with pytest.raises(TypeError, match="causal_conv1d_step: state: expected an array, got NoneType"):
+        causal_conv1d_step(None, X[:, 0], W)  # type: ignore[arg-type]

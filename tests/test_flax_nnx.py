@@ -212,3 +212,61 @@ def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
         "        raise SystemExit('imported without flax')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"head_dim": 0}, ValueError, "head_dim: expected at least 1, got 0"),
+        ({"num_groups": 0}, ValueError, "num_groups: expected at least 1, got 0"),
+        ({"conv_width": 0}, ValueError, "conv_width: expected at least 1, got 0"),
+        ({"state_dim": 8.0}, TypeError, "state_dim: expected an integer, got 8.0"),
+        ({"dt_init": (1e-3, 1e-1)}, TypeError, "dt_init: expected .min, max, floor., got"),
+        ({"dt_init": (0.0, 1e-1, 1e-4)}, ValueError, "dt_init: expected 0 < min <= max"),
+        ({"dt_init": (1e-1, 1e-3, 1e-4)}, ValueError, "dt_init: expected 0 < min <= max"),
+        ({"A_init_range": (0.0, 16.0)}, ValueError, "A_init_range: expected 0 < low <= high"),
+        ({"A_init_range": (16.0, 1.0)}, ValueError, "A_init_range: expected 0 < low <= high"),
+        ({"dt_limit": (2, 1)}, ValueError, "dt_limit: expected low <= high"),
+        ({"implementation": "foo"}, ValueError, "implementation: expected names out of"),
+        ({"chunk_size": 0}, ValueError, "chunk_size: expected at least 1 token"),
+        ({"norm_epsilon": -1.0}, ValueError, "epsilon: expected a finite number"),
+    ],
+)
+def test_slips_are_named_at_construction(changes, error, said):
+    with pytest.raises(error, match=said):
+        Mamba2(16, **({"state_dim": 8, "head_dim": 8, "rngs": nnx.Rngs(0)} | changes))
+
+
+def test_a_list_of_limits_is_a_tuple():
+    assert Mamba2(16, state_dim=8, head_dim=8, dt_limit=[0, 1], rngs=nnx.Rngs(0)).dt_limit == (0.0, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_of_a_layer_with_bfloat16_parameters_are_its_sequence(dtype):
+    """Windows hold what the projections give, which is float32 for float32 inputs."""
+    layer = Mamba2(16, state_dim=8, head_dim=8, param_dtype=jnp.bfloat16, implementation="xla", rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 9, 16), dtype)
+    whole, carry = layer(x, return_carry=True)
+    started = layer.initialize_carry((2, 16))
+    assert started.conv_x.dtype == jnp.float32
+    last, steps = jax.lax.scan(layer.step, started, jnp.moveaxis(x, 1, 0))
+    scale = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(
+        jnp.moveaxis(steps, 0, 1).astype(jnp.float32), whole.astype(jnp.float32), rtol=scale, atol=scale
+    )
+    np.testing.assert_allclose(last.conv_x, carry.conv_x.astype(jnp.float32), rtol=scale, atol=scale)
+
+
+def test_what_padding_holds_has_no_gradient():
+    layer = Mamba2(16, state_dim=8, head_dim=8, chunk_size=4, implementation="xla", use_bias=True, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    ids = jnp.asarray([-1, 0, 0, -1, 0, 1, 1, -1])
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def gradients(x):
+        return jax.grad(lambda params, x: (nnx.merge(graphdef, params)(x, segment_ids=ids) ** 2).sum(), (0, 1))(
+            params, x
+        )
+
+    dirty = gradients(jnp.where((ids < 0)[:, None], jnp.nan, x))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), dirty, gradients(x))

@@ -72,3 +72,21 @@ def test_mistakes_are_named(error, words, arguments):
     good = {"x": np.zeros((3, 8), np.float32), "z": np.zeros((3, 8), np.float32), "weight": np.ones(8, np.float32)}
     with pytest.raises(error, match=words):
         rms_norm_gated(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"x": None}, TypeError, "x: expected an array, got NoneType"),
+        ({"z": "text"}, TypeError, "z: expected an array, got str"),
+        ({"eps": -1e-5}, ValueError, "eps: expected a finite number of at least 0, got -1e-05"),
+        ({"eps": "1e-5"}, TypeError, "eps: expected a number, got '1e-5'"),
+        ({"eps": float("nan")}, ValueError, "eps: expected a finite number"),
+        ({"group_size": 2.0}, TypeError, "group_size: expected an integer, got 2.0"),
+        ({"group_size": 0}, ValueError, "group_size: expected at least 1, got 0"),
+        ({"norm_before_gate": "no"}, TypeError, "norm_before_gate: expected True or False, got 'no'"),
+    ],
+)
+def test_slips_are_named(changes, error, said):
+    with pytest.raises(error, match=f"rms_norm_gated: {said}"):
+        rms_norm_gated(**({"x": np.ones((2, 4), np.float32), "z": None, "weight": None} | changes))

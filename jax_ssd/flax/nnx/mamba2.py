@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ssd import shapes
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
 from jax_ssd.flax.nnx.norm import GatedRMSNorm
 from jax_ssd.flax.nnx.parameters import (
@@ -26,10 +27,13 @@ from jax_ssd.flax.nnx.parameters import (
     batch_of_token,
     head_count,
     initial_dt_bias,
+    numbers,
+    positive,
     preferences,
     require_features,
     sums_of_small_projections,
     uniform_fan_in,
+    window_dtype,
 )
 from jax_ssd.mamba2.api import mamba2, mamba2_step
 
@@ -66,7 +70,6 @@ class CausalConv1d(nnx.Module):
         width: int,
         *,
         use_bias: bool = True,
-        dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = _uniform_width,
         kernel_metadata: Metadata = NO_METADATA,
@@ -126,7 +129,7 @@ class Mamba2(nnx.Module):
       chunk_size: tokens per chunk of the scan, None lets the implementation choose; results do not depend on it.
       dt_limit: clamp of dt after bias and softplus, as in ``jax_ssd.mamba2``.
       dt_init: ``(min, max, floor)``; softplus(dt_bias) starts log-uniform in [min, max], at least floor.
-      A_init_range: -A starts uniform in this range.
+      A_init_range: -A starts uniform in this range; 0 < low <= high.
       per_channel_D: ``D [heads, head_dim]`` rather than ``[heads]``.
       use_norm: gate and normalise after the scan; without it z gates inside the scan.
       norm_before_gate, norm_epsilon: as in ``jax_ssd.rms_norm_gated``; each group is normalised by itself.
@@ -145,7 +148,8 @@ class Mamba2(nnx.Module):
       rngs: random keys; stream ``params``.
 
     Raises:
-      ValueError: sizes that do not divide each other.
+      ValueError: sizes that are not positive or do not divide each other, or an option out of range.
+      TypeError: a size that is no integer, or an option of another type.
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class Mamba2(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ):
+        positive(expand=expand, state_dim=state_dim, conv_width=conv_width)
         inner = expand * in_features
         self.in_features = in_features
         self.heads = head_count(in_features, inner, head_dim, num_groups)
@@ -189,8 +194,8 @@ class Mamba2(nnx.Module):
         self.num_groups = num_groups
         self.state_dim = state_dim
         self.conv_width = conv_width
-        self.chunk_size = chunk_size
-        self.dt_limit = dt_limit
+        self.chunk_size = shapes.chunk("Mamba2", chunk_size)
+        self.dt_limit = shapes.limits("Mamba2", dt_limit)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.state_dtype = state_dtype
@@ -282,6 +287,8 @@ class Mamba2(nnx.Module):
           ``[..., seq, in_features]``, or that and the carry.
         """
         require_features(x, self.in_features)
+        if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
+            x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
         operands, z, windows = self._scan_operands(x, segment_ids, initial_carry)
         y, ssm = mamba2(
             **operands,
@@ -318,7 +325,7 @@ class Mamba2(nnx.Module):
         return Mamba2Carry(conv_x, conv_B, conv_C, ssm), self._emit(y, z)
 
     def initialize_carry(self, input_shape: Sequence[int], rngs: nnx.Rngs | None = None) -> Mamba2Carry:
-        """The carry before the first token, all zeros.
+        """The carry before the first token, all zeros; windows in ``dtype``, without one in what holds any input.
 
         Args:
           input_shape: shape of one token, ``(..., in_features)``.
@@ -326,7 +333,7 @@ class Mamba2(nnx.Module):
         """
         del rngs
         batch = batch_of_token(input_shape, self.in_features)
-        dtype = self.param_dtype if self.dtype is None else self.dtype
+        dtype = window_dtype(self.dtype, self.param_dtype)
         history = self.conv_width - 1
         grouped = self.num_groups * self.state_dim
         return Mamba2Carry(
@@ -379,4 +386,7 @@ class Mamba2(nnx.Module):
 
 
 def _init_A_log(key: jax.Array, heads: int, bounds: tuple[float, float]) -> jax.Array:
-    return jnp.log(jax.random.uniform(key, (heads,), jnp.float32, *bounds))
+    low, high = numbers("A_init_range", bounds, ("low", "high"))
+    if not 0 < low <= high:
+        raise ValueError(f"A_init_range: expected 0 < low <= high, got {bounds!r}; pass for instance (1.0, 16.0).")
+    return jnp.log(jax.random.uniform(key, (heads,), jnp.float32, low, high))

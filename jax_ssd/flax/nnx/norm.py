@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ssd import shapes
 from jax_ssd.flax.nnx.parameters import NO_METADATA, Metadata
 from jax_ssd.norm import rms_norm_gated
 
@@ -25,7 +26,7 @@ class GatedRMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32), **scale_metadata)
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate
-        self.epsilon = epsilon
+        self.epsilon = shapes.number("GatedRMSNorm", "epsilon", epsilon)
 
     def __call__(self, x: jax.Array, z: jax.Array | None = None) -> jax.Array:
         return rms_norm_gated(

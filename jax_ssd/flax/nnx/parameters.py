@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ssd import dispatch, shapes
+
 Initializer = Callable[..., jax.Array]
 Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
@@ -20,8 +22,13 @@ uniform_fan_in: Initializer = nnx.initializers.variance_scaling(1 / 3, "fan_in",
 
 
 def initial_dt_bias(key: jax.Array, heads: int, init: tuple[float, float, float]) -> jax.Array:
-    """The inverse softplus of a dt drawn log-uniformly; init is (min, max, floor)."""
-    low, high, floor = init
+    """The inverse softplus of a dt drawn log-uniformly; init is (min, max, floor).
+
+    Raises ValueError or TypeError for anything but three numbers with 0 < min <= max and 0 <= floor.
+    """
+    low, high, floor = numbers("dt_init", init, ("min", "max", "floor"))
+    if not 0 < low <= high:
+        raise ValueError(f"dt_init: expected 0 < min <= max, got {init!r}; pass for instance (1e-3, 1e-1, 1e-4).")
     dt = jnp.exp(jax.random.uniform(key, (heads,), jnp.float32, math.log(low), math.log(high)))
     dt = jnp.maximum(dt, jnp.float32(floor))
     return dt + jnp.log(-jnp.expm1(-dt))
@@ -33,12 +40,33 @@ def sums_of_small_projections(dtype: Any) -> Any:
 
 
 def preferences(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """An `implementation` argument as a value that can be hashed."""
+    """An `implementation` argument as a value that can be hashed; refused as in the functions that take it."""
+    dispatch.preferences(implementation)
     return implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
 
 
+def positive(**sizes: Any) -> None:
+    """Raises TypeError unless all are integers, ValueError unless they are at least 1."""
+    for name, size in sizes.items():
+        shapes.integer("layer", name, size, least=1)
+
+
+def numbers(name: str, values: Any, words: Sequence[str]) -> tuple[float, ...]:
+    """Finite numbers that are not negative, one for each of the words that say what they are."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(words):
+        raise TypeError(f"layer: {name}: expected ({', '.join(words)}), got {values!r}.")
+    return tuple(shapes.number("layer", f"{name}, {word}", one) for word, one in zip(words, values, strict=True))
+
+
+def window_dtype(dtype: Any, param_dtype: Any) -> Any:
+    """What holds the projected tokens of a layer exactly, whichever 16- or 32-bit type the inputs are of."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(dtype) if dtype is not None else jnp.promote_types(param_dtype, jnp.float32)
+
+
 def head_count(in_features: int, inner: int, head_dim: int, num_groups: int) -> int:
-    """inner / head_dim. Raises ValueError for sizes that do not divide each other."""
+    """inner / head_dim. Raises ValueError for sizes that are not positive or do not divide each other."""
+    positive(in_features=in_features, inner=inner, head_dim=head_dim, num_groups=num_groups)
     if inner % head_dim:
         raise ValueError(
             f"head_dim must divide expand * in_features = {inner}, got head_dim = {head_dim} for {in_features=}."
