@@ -41,9 +41,14 @@ format: $(VENV)/installed
 clean:
 	rm -rf $(VENV) build
 
-# Rebuilt when what it is made of changes; Python sources are used in place.
-$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
+# Rebuilt when what it is made of changes, which includes PYTHON and EXTRAS; Python sources are used in place.
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h) $(VENV)/settings
 	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with [$(EXTRAS)])"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
+
+# What the environment was made from; where that is no longer what is asked for, another one is made.
+$(VENV)/settings: FORCE
+	@echo '$(PYTHON) [$(EXTRAS)]' | cmp -s - $@ || { rm -rf $(VENV); mkdir -p $(VENV); echo '$(PYTHON) [$(EXTRAS)]' > $@; }
+FORCE:

@@ -23,8 +23,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-#: What kernels can be compiled for, oldest first.
-SUPPORTED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+#: Dynamic and static shared memory that one block may use, in bytes, by what kernels can be compiled for, oldest first.
+MAX_SHARED_MEMORY = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+SUPPORTED_ARCHS = tuple(MAX_SHARED_MEMORY)
 
 VARIABLES: Mapping[str, str] = {
     "cache_dir": "JAX_SSD_CACHE_DIR",

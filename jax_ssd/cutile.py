@@ -27,6 +27,7 @@ from jax_ssd import sources
 from jax_ssd.specs import ArraySpec, CompileArg, CompileError, ConstantSpec, CuTileKernel, ScalarSpec
 
 _CURE = "Install them with `pip install 'jax_ssd[cuda13]'`."
+_SMALLER = "Smaller tiles or another chunk_size may compile; implementation='xla' needs no compiler."
 
 # What makes a cubin besides cuda-tile: tileiras calls ptxas (in nvcc) and libnvvm.
 _COMPILER_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
@@ -80,13 +81,23 @@ def compile_kernel(kernel: CuTileKernel, arguments: Sequence[CompileArg], arch: 
     return _assemble(bytecode, arch, kernel.opt_level)
 
 
+_PATIENCE = 600.0  # seconds; a kernel takes up to a minute, and what takes ten has not been seen to end
+
+
 def run_tileiras(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs tileiras. Its environment lacks CUDA_HOME and CUDA_PATH: it finds its own ptxas and libnvvm beside it."""
+    """Runs tileiras. Its environment lacks CUDA_HOME and CUDA_PATH: it finds its own ptxas and libnvvm beside it.
+
+    Raises CompileError when it does not end.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
     tileiras = find_tileiras()
     if tileiras is None:
         raise NotImplementedError(f"tileiras is not installed. {_CURE}")
-    return subprocess.run([str(tileiras), *arguments], env=environment, capture_output=True, text=True, check=False)
+    command = [str(tileiras), *arguments]
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"tileiras had not ended after {_PATIENCE:.0f} s and was stopped. {_SMALLER}") from error
 
 
 @cache
@@ -169,14 +180,13 @@ def _assemble(bytecode: bytes, arch: str, opt_level: int) -> bytes:
 
 
 def _failure_cure(code: int, said: str) -> str:
-    smaller = "Smaller tiles or another chunk_size may compile; implementation='xla' needs no compiler."
     if code == 5 and "error:" not in said.replace("error: failed to compile Tile IR program", ""):
         return (
             "This code without a diagnostic mostly means that ptxas or libnvvm beside it is missing or of another "
             "version: install nvidia-cuda-tileiras, nvidia-cuda-nvcc and nvidia-nvvm of one version (`python -m "
-            f"jax_ssd doctor`). {smaller}"
+            f"jax_ssd doctor`). {_SMALLER}"
         )
-    return f"It could not compile this kernel. {smaller}"
+    return f"It could not compile this kernel. {_SMALLER}"
 
 
 @cache

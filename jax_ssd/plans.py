@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ssd.config import MAX_SHARED_MEMORY
 from jax_ssd.specs import (
     ALIGNMENT,
     ArraySpec,
@@ -28,16 +29,6 @@ from jax_ssd.specs import (
     row_major,
 )
 
-#: Dynamic and static shared memory that one block may use, in bytes.
-MAX_SHARED_MEMORY = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_120": 99 * 1024,
-}
 MAX_GRID = (2**31 - 1, 65_535, 65_535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024

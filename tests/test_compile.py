@@ -271,6 +271,19 @@ def test_failure_of_tileiras(project, monkeypatch, said, cure):
 
 
 @needs_cutile
+def test_a_compiler_that_does_not_end(project, monkeypatch, tmp_path):
+    cutile._bytecode_version()
+    slow = tmp_path / "tileiras"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(cutile, "find_tileiras", lambda: slow)
+    monkeypatch.setattr(cutile, "_PATIENCE", 0.2)
+    monkeypatch.setattr(cutile, "version", lambda: "slow")
+    with pytest.raises(CompileError, match="tileiras had not ended after 0 s and was stopped. Smaller tiles"):
+        kernels.compile_launches([cutile_request()], "sm_90")
+
+
+@needs_cutile
 def test_wrong_requests(project):
     with pytest.raises(CompileError, match=r"takes 2 arguments \(x, out\), got 1"):
         kernels.compile_launches([(WHOLE_ROW, (X,))], "sm_90")
