@@ -42,7 +42,8 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
     The function is traced, not run, so arrays may be jax.ShapeDtypeStruct. With derivatives in it (pass jax.grad(f))
     the backward is listed too. Kernels are planned but not compiled; sizes are those of the whole arrays, before
-    sharding.
+    sharding. Where an implementation was asked for by name and no platform could run it from here (kernels, on a machine
+    without a GPU and without JAX_SSD_TARGET_ARCH), tracing fails as the call itself would.
 
     Args:
       function: any function of JAX arrays, e.g. `jax_ssd.mamba2` itself, a model's call or a training step.
@@ -55,6 +56,7 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
     Raises:
       ValueError: an unknown platform.
+      NotImplementedError: of the implementations asked for none can serve a call, with every reason.
 
     Example:
       >>> print(*dispatch_paths(jax_ssd.mamba2, x, dt, A, B, C, platform="cuda"), sep="\\n")

@@ -111,10 +111,19 @@ def mamba2(
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses.
         "cutile" takes powers of two from 16 to 128, and its derivative may take a smaller one.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
-        jax.lax.Precision. None: follows jax_default_matmul_precision. No effect on 16-bit inputs.
+        jax.lax.Precision. None: follows jax_default_matmul_precision, whose algorithm presets are "highest" where they
+        keep more than TF32 ("F32_F32_F32", "..._X3" and the like), else "default". No effect on 16-bit inputs.
       implementation: "cutile" (GPU kernels), "xla" (chunked, any platform), "reference" (token by token, differentiable
         to any order), a sequence of names in order of preference, or None: the fastest that accepts the call on each
         platform it is compiled for. A single name is an order.
+
+    The results carry the checkpoint names "mamba2_y" and "mamba2_final_state", for policies of jax.checkpoint that keep
+    them rather than run the scan once more in the backward, which keeps nothing but the arguments:
+
+        jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names("mamba2_y", "mamba2_final_state"))
+
+    Programs with kernels in them are exported with jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS); the
+    process that loads one calls jax_ssd.ffi_targets.register() before it runs it.
 
     Returns:
       y [..., seq, heads, head_dim] in x's type; with return_final_state also the state [..., heads, head_dim, state].

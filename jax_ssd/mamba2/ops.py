@@ -199,9 +199,8 @@ def _planned(describe, **plans):
     return plan_of
 
 
-def _padding(spec: Spec, name: str, avals):
+def _padding(spec: Spec, _: str, avals):
     """Rows of whole 16 bytes, the least that bulk copies take: for others the cuTile compiler's code has hung."""
-    del name
     sizes = problem(spec, avals)
     whole = 16 // avals[0].dtype.itemsize
     return {"p": -(-sizes.head_dim // whole) * whole, "n": -(-sizes.state // whole) * whole}

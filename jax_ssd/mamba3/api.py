@@ -160,10 +160,13 @@ def mamba3(
       return_final_state: also return the state after the last token (of each sequence).
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
-        jax.lax.Precision. None: follows jax_default_matmul_precision.
+        jax.lax.Precision. None: follows jax_default_matmul_precision as in `mamba2`.
       implementation: "cuda" (kernels on NVIDIA GPUs), "xla" (chunked, any platform), "reference" (token by token,
         differentiable to any order), a sequence of names in order of preference, or None: the fastest that accepts the
         call. A single name is an order. There are no cuTile kernels of Mamba-3.
+
+    The results carry the checkpoint names "mamba3_y" and "mamba3_final_state" for policies of jax.checkpoint, as those of
+    `mamba2` do.
 
     Returns:
       y [..., seq, heads, head_dim] in v's type, or [..., seq, rank, heads, head_dim] for mimo_v without mimo_o; with
