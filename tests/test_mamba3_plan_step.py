@@ -110,12 +110,20 @@ def test_blocks_fit_the_head():
     def blocks(**changes: Any) -> StepBlocks:
         return plan_step.step_blocks(step_problem(**{**MODEL, "rank": 4, **changes}))
 
-    for changes in ({}, {"state": 256}, {"state": 1024, "rank": 1}, {"state": 6, "pairs": 3}, {"head_dim": 8}):
+    for changes in (
+        {},
+        {"state": 256},
+        {"state": 1024, "rank": 1},
+        {"state": 290},
+        {"state": 6, "pairs": 3},
+        {"head_dim": 8},
+    ):
         p = step_problem(**{**MODEL, "rank": 4, **changes})
         c = plan_step.step_blocks(p)
         assert c.rows * plan_step.row_floats(p) <= plan_step.TILE
         assert c.threads == 64 or plan_step.units(p, c.threads // 2) * c.rows < p.head_dim
     assert blocks(head_dim=16).rows < blocks().rows
+    assert [blocks(batch=batch).streaming for batch in (1, 64, 256)] == [False, True, False]
     assert blocks(rank=8, head_dim=128, state=256).threads <= 1024
 
 
