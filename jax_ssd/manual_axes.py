@@ -9,18 +9,22 @@ import jax
 
 def unified(tree):
     """The same arrays, each varying over the union of all arrays' manual axes."""
-    names: frozenset[str] = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
-    if not names:
-        return tree
+    names: frozenset[str] = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(tree)))
+    return cast(tree, names) if names else tree
+
+
+def cast(tree, names: frozenset[str]):
+    """The same arrays, each varying over these manual axes as well."""
 
     def one(leaf):
-        missing = tuple(sorted(names - _varying(leaf)))
+        missing = tuple(sorted(names - varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(one, tree)
 
 
-def _varying(array) -> frozenset[str]:
+def varying(array) -> frozenset[str]:
+    """The manual axes that an array varies over; none where the checks of shard_map are off, nor under pmap."""
     aval = jax.typeof(array)
     # The name of this attribute has changed between releases. There is no default: were both missing, the gradients of
     # replicated parameters would be those of one shard.

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jax_ssd.models import (
     LanguageModel,
@@ -89,10 +90,23 @@ def test_sampling_follows_the_key():
     assert (first == again).all() and (first != other).any()
 
 
+def test_a_traced_temperature():
+    model, key = nnx.merge(*build()), jax.random.key(1)
+    got = jax.jit(lambda t: generate(model, TOKENS, 4, key=key, temperature=t))(0.5)
+    np.testing.assert_array_equal(got, generate(model, TOKENS, 4, key=key, temperature=0.5))
+
+
 def test_generation_names_mistakes():
     model = nnx.merge(*build())
-    with pytest.raises(ValueError, match="temperature"):
-        generate(model, TOKENS, 1, temperature=0.0)
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="generate: temperature"):
+            generate(model, TOKENS, 1, temperature=temperature)
+    with pytest.raises(TypeError, match="temperature: expected a number, got '1'"):
+        generate(model, TOKENS, 1, temperature="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="length: expected at least 0, got -1"):
+        generate(model, TOKENS, -1)
+    with pytest.raises(TypeError, match="length: expected an integer, got 2.5"):
+        generate(model, TOKENS, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt.*at least one"):
         generate(model, TOKENS[:, :0], 1)
     with pytest.raises(ValueError, match="layers.*0"):
@@ -188,3 +202,23 @@ def test_gradients_are_averaged_over_a_mapped_axis():
     got, loss = jax.jit(mapped)(state, TOKENS[:, None])
     np.testing.assert_allclose(loss, jnp.full(2, want_loss), rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-4, atol=1e-5), got.params, want.params)
+
+
+@pytest.mark.parametrize("kind", ["pmap", "shard_map", "shard_map without checks"])
+def test_every_way_to_map_a_training_step_averages_gradients(kind):
+    graphdef, params = build()
+    optimizer = optax.sgd(1.0)
+    state = TrainState(params, optimizer.init(params))
+    want, want_loss = jax.jit(make_train_step(graphdef, optimizer))(state, TOKENS)
+    step = make_train_step(graphdef, optimizer, axis_name="data")
+    if kind == "pmap":
+        got, loss = jax.pmap(step, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:2])(
+            state, TOKENS[:, None]
+        )
+        got, loss = jax.tree.map(lambda a: a[0], (got, loss))
+    else:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=kind == "shard_map")
+        got, loss = jax.jit(mapped)(state, TOKENS)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got.params, want.params)

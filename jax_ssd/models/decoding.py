@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ssd import shapes
 from jax_ssd.flax.nnx import Mamba2
 from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models.language_model import Carry, LanguageModel
@@ -101,22 +102,31 @@ def generate(
     Args:
       model: the model.
       prompt: ``[..., seq]`` with at least one token.
-      length: number of tokens to add, static.
+      length: number of tokens to add, static, at least 0.
       key: random key for sampling; None takes the likeliest token each time.
-      temperature: divides the logits before sampling; > 0.
+      temperature: divides the logits before sampling, a number > 0; it may be traced, and is not checked then.
 
     Returns:
       The continuation ``[..., length]`` in the prompt's dtype, without the prompt.
+
+    Raises:
+      ValueError: an argument is out of range.
+      TypeError: ``length`` is no integer, or ``temperature`` no number.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; leave key out to take the likeliest token.")
+    length = shapes.integer("generate", "length", length, least=0)
+    if not isinstance(temperature, jax.core.Tracer):
+        temperature = shapes.number("generate", "temperature", temperature)
+        if temperature == 0:
+            raise ValueError(
+                "generate: temperature: expected a number above 0, got 0.0; leave key out to take the likeliest token."
+            )
     if prompt.shape[-1] == 0:
         raise ValueError(f"prompt must hold at least one token, got shape {prompt.shape}.")
 
     def choose(logits: jax.Array, step: jax.Array) -> jax.Array:
         if key is None:
             return jnp.argmax(logits, axis=-1).astype(prompt.dtype)
-        sampled = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.float32(temperature))
+        sampled = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.asarray(temperature, jnp.float32))
         return sampled.astype(prompt.dtype)
 
     decoder = Decoder(model)

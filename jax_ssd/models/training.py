@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
 
 from flax import nnx
 
+from jax_ssd import manual_axes
 from jax_ssd.models.language_model import bits_per_token
 
 NO_DECAY = frozenset({"A_log", "dt_bias", "D", "B_bias", "C_bias", "scale", "bias"})
@@ -59,8 +60,8 @@ def make_train_step(
     Args:
       graphdef: of the model, from ``graphdef, params = nnx.split(model)``.
       optimizer: e.g. ``adamw(1e-3)``.
-      axis_name: mapped axis over which gradients and loss are averaged (pmap, shard_map); None under jit, also with
-        sharded arrays.
+      axis_name: mapped axis over which gradients and loss are averaged (pmap, shard_map with and without its checks);
+        None under jit, also with sharded arrays.
 
     Returns:
       ``step(state, tokens [batch, seq + 1]) -> (state, loss)`` with the loss in bits per token before the update.
@@ -71,7 +72,11 @@ def make_train_step(
         return bits_per_token(model(tokens[:, :-1]), tokens[:, 1:])
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, tokens)
+        params = state.params
+        if axis_name is not None and axis_name in manual_axes.varying(tokens):
+            # Else shard_map, where its checks are on, adds the gradients of replicated parameters up over the shards.
+            params = manual_axes.cast(params, frozenset({axis_name}))
+        loss, grads = jax.value_and_grad(loss_of)(params, tokens)
         if axis_name is not None:
             loss, grads = jax.lax.pmean((loss, grads), axis_name)
         with jax.numpy_dtype_promotion("standard"):  # optax relies on promotion, also where the caller forbids it
