@@ -7,8 +7,9 @@ import threading
 import jax
 
 LAUNCH = "jax_ssd.launch"
-#: For jax.export.export(..., disabled_checks=...): JAX exports no custom call that it does not know. A process that loads
-#: and runs the program calls `jax_ssd.ffi_targets.register()` first, and has a GPU of the architecture it was exported for.
+#: For jax.export.export(..., disabled_checks=...): JAX exports no custom call that it does not know. A process that
+#: loads and runs the program calls `jax_ssd.ffi_targets.register()` first, and has a GPU of the architecture that the
+#: program was exported for.
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(LAUNCH),)
 
 _lock = threading.Lock()
