@@ -3,7 +3,7 @@
 One folder per kernel, named by the SHA-256 of everything that the kernel is made of except the compiler:
 
     <cache folder>/v2/3f/3f9a…/source.py           what was compiled, to explain the binary
-                              /<compiler>.json      one per compiler and version: names the binary, holds its digest and its own
+                              /<compiler>.json      one per compiler and version: names the binary; digests of both
                               /<digest>.cubin       the binary
 
 With a compiler at hand only that compiler's entry counts. Without one (a GPU machine to which the folder was carried)

@@ -42,8 +42,8 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
     The function is traced, not run, so arrays may be jax.ShapeDtypeStruct. With derivatives in it (pass jax.grad(f))
     the backward is listed too. Kernels are planned but not compiled; sizes are those of the whole arrays, before
-    sharding. Where an implementation was asked for by name and no platform could run it from here (kernels, on a machine
-    without a GPU and without JAX_SSD_TARGET_ARCH), tracing fails as the call itself would.
+    sharding. Where kernels are asked for by name on a machine without a GPU, and JAX_SSD_TARGET_ARCH is not set,
+    tracing fails as the call itself would.
 
     Args:
       function: any function of JAX arrays, e.g. `jax_ssd.mamba2` itself, a model's call or a training step.

@@ -222,18 +222,18 @@ X, W = np.ones((2, 5, 3), np.float32), np.ones((3, 4), np.float32)
 )
 def test_what_is_no_array_is_named(name, value):
     with pytest.raises(TypeError, match=f"causal_conv1d: {name}: expected an array"):
-        causal_conv1d(**({"x": X, "weight": W} | {name: value}))
+        jax_ssd.causal_conv1d(**({"x": X, "weight": W} | {name: value}))
 
 
 def test_lists_are_arrays():
-    np.testing.assert_array_equal(causal_conv1d(X.tolist(), W.tolist()), causal_conv1d(X, W))
+    np.testing.assert_array_equal(jax_ssd.causal_conv1d(X.tolist(), W.tolist()), jax_ssd.causal_conv1d(X, W))
 
 
 def test_a_flag_that_is_none():
     with pytest.raises(TypeError, match="return_final_state: expected True or False, got 'no'"):
-        causal_conv1d(X, W, return_final_state="no")  # type: ignore[call-overload]
+        jax_ssd.causal_conv1d(X, W, return_final_state="no")  # type: ignore[call-overload]
 
 
 def test_a_step_without_a_state():
     with pytest.raises(TypeError, match="causal_conv1d_step: state: expected an array, got NoneType"):
-        causal_conv1d_step(None, X[:, 0], W)  # type: ignore[arg-type]
+        jax_ssd.causal_conv1d_step(None, X[:, 0], W)  # type: ignore[arg-type]

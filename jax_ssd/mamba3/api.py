@@ -165,8 +165,8 @@ def mamba3(
         differentiable to any order), a sequence of names in order of preference, or None: the fastest that accepts the
         call. A single name is an order. There are no cuTile kernels of Mamba-3.
 
-    The results carry the checkpoint names "mamba3_y" and "mamba3_final_state" for policies of jax.checkpoint, as those of
-    `mamba2` do.
+    The results carry the checkpoint names "mamba3_y" and "mamba3_final_state" for policies of jax.checkpoint, as those
+    of `mamba2` do.
 
     Returns:
       y [..., seq, heads, head_dim] in v's type, or [..., seq, rank, heads, head_dim] for mimo_v without mimo_o; with
