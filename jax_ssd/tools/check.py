@@ -1,6 +1,8 @@
 """`python -m jax_ssd check`: every implementation present against the sequential scan in float64.
 
-Compares y, the final state and each gradient over a table of shapes; the exit status says pass or fail.
+Compares y, the final state and each gradient over a table of shapes, and what steps give, token by token; the exit
+status says pass or fail. What an implementation refuses is listed with its reason, and is no failure unless that
+implementation was asked for and takes nothing.
 """
 
 import argparse
@@ -11,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ssd import dispatch
 from jax_ssd.cases import BY_NAME, TABLE, Case, differentiable
-from jax_ssd.mamba2.api import mamba2
+from jax_ssd.mamba2.api import mamba2, mamba2_step
 
 # Allowed ||out - ref|| / ||ref|| against float64 on the same rounded inputs. float32 sums a few hundred rounded terms;
 # TF32 and bfloat16 keep 10 and 8 bits of each factor, float16 11. Gradients pass through two such products, and that of
@@ -41,7 +44,12 @@ class Comparison:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line per case and implementation; 0 if all are inside their bars, else 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_ssd check", description=__doc__)
-    parser.add_argument("--implementation", action="append", help="check only this one; may be repeated")
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        choices=dispatch.IMPLEMENTATIONS,
+        help="check only this one; may be repeated",
+    )
     parser.add_argument(
         "--case", action="append", choices=sorted(BY_NAME), help="check only this case; may be repeated"
     )
@@ -49,18 +57,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.implementation or available()
     cases = [BY_NAME[name] for name in options.case] if options.case else list(TABLE)
     print(f"Checking {', '.join(names)} on {jax.default_backend()} against the sequential scan in float64.")
-    failures = 0
+    failures, served = 0, set()
     for case in cases:
         truth = evaluate(case, "reference", wide=True)
         for name in names:
-            results = compare(case, evaluate(case, name), truth)
-            worst = max(results, key=lambda r: r.error / r.allowed if r.error == r.error else np.inf)
-            failed = [r for r in results if not r.passed]
-            failures += len(failed)
-            words = f"worst {worst.quantity} {worst.error:.1e} of {worst.allowed:.0e} allowed"
-            print(f"  {'FAIL' if failed else 'ok  '} {case.name:18s} {name:10s} {words}", flush=True)
+            for kind, run in (("", evaluate), (" steps", evaluate_steps)):
+                if case.packed and run is evaluate_steps:
+                    continue  # a step knows no segments
+                row = f"{case.name:18s} {name + kind:16s}"
+                try:
+                    got = run(case, name)
+                except NotImplementedError as refusal:
+                    print(f"  --   {row} {refusal}", flush=True)
+                    continue
+                served.add(name)
+                failures += _print_row(row, compare(case, got, {key: truth[key] for key in got}))
+    idle = [name for name in options.implementation or () if name not in served]
+    if idle:
+        print(f"{', '.join(idle)}: every case was refused.")
     print("All passed." if not failures else f"{failures} quantities are outside their bars.")
-    return 1 if failures else 0
+    return 1 if failures or idle else 0
+
+
+def _print_row(row: str, results: list[Comparison]) -> int:
+    """One line; the number of quantities that failed."""
+    worst = max(results, key=lambda r: r.error / r.allowed if r.error == r.error else np.inf)
+    failed = [r for r in results if not r.passed]
+    words = f"worst {worst.quantity} {worst.error:.1e} of {worst.allowed:.0e} allowed"
+    print(f"  {'FAIL' if failed else 'ok  '} {row} {words}", flush=True)
+    return len(failed)
 
 
 def available() -> list[str]:
@@ -70,7 +95,7 @@ def available() -> list[str]:
         jax.devices("cuda")
     except RuntimeError:
         return names
-    return [*names, "cutile"]
+    return [*names, *dispatch.KERNELS]
 
 
 def evaluate(case: Case, implementation: str, *, wide: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
@@ -98,6 +123,23 @@ def evaluate(case: Case, implementation: str, *, wide: bool = False, seed: int =
         (_, (y, final)), gradients = step({name: jnp.asarray(a) for name, a in moving.items()})
         results = {"y": y, "final_state": final, **{f"d{name}": g for name, g in gradients.items()}}
         return {name: np.asarray(value, np.float64) for name, value in results.items()}
+
+
+def evaluate_steps(case: Case, implementation: str, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """y and the final state of a scan of steps over the tokens of `evaluate`'s arrays, as float64 numpy arrays."""
+    arrays = case.inputs(seed)
+    state = arrays.pop("initial_state", None)
+    if state is None:
+        state = jnp.zeros((case.batch, case.heads, case.head_dim, case.state), jnp.float32)
+    tokens = {name: jnp.moveaxis(arrays.pop(name), 1, 0) for name in ("x", "dt", "B", "C", "z") if name in arrays}
+    options = {"dt_softplus": case.softplus, "dt_limit": case.dt_limit, "implementation": implementation}
+
+    def token(state, inputs):
+        return mamba2_step(state, **inputs, **arrays, **options)
+
+    final, y = jax.jit(lambda state, tokens: jax.lax.scan(token, state, tokens))(state, tokens)
+    results = {"y": jnp.moveaxis(y, 0, 1), "final_state": final}
+    return {name: np.asarray(value, np.float64) for name, value in results.items()}
 
 
 def compare(case: Case, results: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> list[Comparison]:
