@@ -93,6 +93,53 @@ def test_what_is_not_finite_in_one_segment_shows_in_the_gradients_of_its_paramet
     assert np.isnan(evaluate(dirty, SEGMENTS, "xla")["A"][1])
 
 
+MAMBA3 = {"q": (0, 10), "k": (0, 10), "v": (0, 10), "angles": (0, 10, 1), "adt": (0, 1, 10), "dt": (0, 1, 10)}
+
+
+@pytest.mark.parametrize("name", MAMBA3)
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_nan_stays_in_its_sequence_of_mamba3(name, implementation):
+    arrays = mamba3_arrays()
+    run = mamba3_gradients(implementation)
+    expected, (y_expected, state_expected) = run(arrays)
+    gradients, (y, state) = run({**arrays, name: arrays[name].at[MAMBA3[name]].set(jnp.nan)})
+    others = np.r_[0:7, 18:23]
+    assert np.isnan(y[0, 10]).any()
+    np.testing.assert_allclose(y[:, others], y_expected[:, others], rtol=1e-5, atol=1e-5)
+    for got, want in zip(state, state_expected, strict=True):
+        np.testing.assert_allclose(got[np.array([0, 2])], want[np.array([0, 2])], rtol=1e-5, atol=1e-5)
+    for key in MAMBA3:
+        axis = 2 if key in ("adt", "dt") else 1
+        got, want = (np.take(np.asarray(one[key]), others, axis) for one in (gradients, expected))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+def mamba3_arrays() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"q": (1, 23, 1, 8), "k": (1, 23, 1, 8), "v": (1, 23, 2, 4), "q_bias": (2, 8), "k_bias": (2, 8)}
+    shapes |= {"angles": (1, 23, 2, 2), "adt": (1, 2, 23), "dt": (1, 2, 23), "trap": (1, 2, 23)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    return {**arrays, "adt": -jnp.abs(arrays["adt"]), "dt": jnp.abs(arrays["dt"])}
+
+
+@functools.cache
+def mamba3_gradients(implementation):
+    def objective(arrays):
+        bounds = np.array([0, 7, 18, 23])
+        y, state = jax_ssd.mamba3(
+            **arrays,
+            mimo_v=None,
+            mimo_o=None,
+            cu_seqlens=bounds,
+            return_final_state=True,
+            chunk_size=5,
+            implementation=implementation,
+        )
+        return (y**2).sum() + sum((a[np.array([0, 2])] ** 2).sum() for a in state), (y, state)
+
+    return jax.jit(jax.grad(objective, has_aux=True))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_growth_restarts_with_every_segment(implementation):
     """e^16 in each run of 8, e^128, which is no float32, over a chunk of 64."""

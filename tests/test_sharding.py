@@ -356,6 +356,48 @@ def test_values_and_gradients_inside_shard_map(name, implementation):
     assert_close(compiled(inside, given)(given), jax.tree.map(np.asarray, compiled(both, given)(given)))
 
 
+@pytest.mark.parametrize(
+    "kind, implementation", [("shard_map", "xla"), ("shard_map", "reference"), ("explicit", "xla")]
+)
+def test_mamba3_by_batch(kind, implementation):
+    """Without an initial state, with all its checks, values and gradients."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 12, 2, 8), "k": (2, 12, 2, 8), "v": (2, 12, 4, 4), "q_bias": (4, 8), "k_bias": (4, 8)}
+    shapes |= {"angles": (2, 12, 4, 2), "adt": (2, 4, 12), "dt": (2, 4, 12), "trap": (2, 4, 12)}
+    shapes |= {"D": (4,), "z": (2, 12, 4, 4)}
+    given = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    given["adt"] = -jnp.abs(given["adt"])
+    specs = {name: P() if name in ("q_bias", "k_bias", "D") else P("data") for name in given}
+
+    def both(given):
+        def objective(given):
+            y, state = jax_ssd.mamba3(
+                **given,
+                mimo_v=None,
+                mimo_o=None,
+                return_final_state=True,
+                chunk_size=5,
+                precision="highest",
+                implementation=implementation,
+            )
+            return (y**2).sum() + sum((a**2).sum() for a in state), (y, state)
+
+        gradients, results = jax.grad(objective, has_aux=True)(given)
+        return results, gradients
+
+    expected = jax.tree.map(np.asarray, compiled(both, given)(given))
+    if kind == "shard_map":
+        inside = jax.shard_map(both, mesh=mesh(), in_specs=(specs,), out_specs=(P("data"), specs))
+        assert_close(compiled(inside, given)(given), expected)
+        return
+    explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        placed = {key: jax.device_put(array, NamedSharding(explicit, specs[key])) for key, array in given.items()}
+        results, gradients = jax.jit(both)(placed)
+    assert_close((results, gradients), expected)
+    assert jax.typeof(results[1].ssm).sharding.spec == P("data", None, None, None)
+
+
 # Meshes whose axes are part of the types.
 
 

@@ -155,9 +155,7 @@ def _chunk(carry: _Carry, tokens: _Chunk, *, o: Operands, rotary: str, norm_eps:
     if tokens.fresh is not None:
         fresh, begin = tokens.fresh, jax.tree.map(jnp.zeros_like, carry) if tokens.begin is None else tokens.begin
         carry = jax.tree.map(lambda a, b: jnp.where(fresh.reshape(-1, *(1,) * (b.ndim - 1)), a, b), begin, carry)
-    dot = functools.partial(
-        jnp.einsum, precision="highest" if precision == "highest" else None, preferred_element_type=dtype
-    )
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
     dt, adt, gamma, f = (jnp.moveaxis(a, 1, 2) for a in (tokens.dt, tokens.adt, tokens.gamma, tokens.f))
     steps = phase.increment(jnp.moveaxis(tokens.angles, 1, 2), dt[..., None])
     phases = phase.advance_all(carry.phase, steps, axis=2)
