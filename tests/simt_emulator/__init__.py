@@ -44,9 +44,7 @@ def missing() -> str | None:
     return None if shutil.which("g++") else "g++ is not installed"
 
 
-def run(
-    plan: Plan, operands: Mapping[str, np.ndarray] | Sequence[np.ndarray], seed: int = 0
-) -> dict[str, np.ndarray]:
+def run(plan: Plan, operands: Mapping[str, np.ndarray] | Sequence[np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
     """Executes a plan of CUDA C++ kernels on numpy operands; the results by name."""
     if not isinstance(operands, Mapping):
         operands = {b.name: v for b, v in zip(plan.operands, operands, strict=True)}
@@ -97,7 +95,9 @@ def _tensor_map(plan: Plan, argument: TensorMapArg, address: int) -> bytes:
     rank = len(shape)
     fill = [0] * (5 - rank)
     if argument.swizzle and argument.box[-1] * itemsize > argument.swizzle:
-        raise EmulatorError(f"a box of {argument.box[-1]} elements is wider than its swizzle of {argument.swizzle} bytes")
+        raise EmulatorError(
+            f"a box of {argument.box[-1]} elements is wider than its swizzle of {argument.swizzle} bytes"
+        )
     return struct.pack(
         "<QIBBH5Q5I5H",
         address + argument.offset * itemsize,

@@ -34,13 +34,6 @@ void meet_warp(const char* what, unsigned mask, Operands& own, Action action) {
   const int warp = current->number / WARP, lane = current->number % WARP, here = threads_of_block() - warp * WARP;
   const unsigned present = here >= WARP ? ~0u : (1u << here) - 1;
   if (!(mask >> lane & 1)) fail_f("%s: lane %d is not in its own mask %08x", what, lane, mask);
-  for (auto& [key, other] : block.warps) {
-    if (key.first == warp && key.second != mask && (key.second & mask) && other.arrived && other.operands[lane] == nullptr &&
-        (key.second >> lane & 1)) {
-      fail_f("%s with mask %08x, while others wait for this lane in %s with mask %08x", what, mask, other.what,
-             key.second);
-    }
-  }
   meet(block.warps[{warp, mask}], what, lane, __builtin_popcount(mask & present), own, action);
 }
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -18,7 +19,6 @@ from jax_ssd.specs import CudaKernel
 from tests.simt_emulator.source import translated
 
 _FOLDER = Path(__file__).parent
-_HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 _OPTIONS = (
     *("-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"),
     *("-fvisibility=hidden", "-fno-gnu-unique"),
@@ -34,6 +34,9 @@ class Library:
         self._path = path
         self._functions = ctypes.CDLL(str(path))
         self._expressions = list(expressions)
+
+    def has(self, expressions: Sequence[str]) -> bool:
+        return set(expressions) <= set(self._expressions)
 
     def launch(
         self,
@@ -84,9 +87,7 @@ class _Launch(ctypes.Structure):
 
     def __init__(self, grid, block, shared_memory, seed, count, arguments, sizes):
         self._kept = arguments, sizes
-        super().__init__(
-            grid, block, shared_memory, seed, count, ctypes.addressof(arguments), ctypes.addressof(sizes)
-        )
+        super().__init__(grid, block, shared_memory, seed, count, ctypes.addressof(arguments), ctypes.addressof(sizes))
 
 
 def _aligned(value: bytes) -> tuple[ctypes.Array, int]:
@@ -113,37 +114,54 @@ def cache_folder() -> Path:
     return Path(named) if named else Path(tempfile.gettempdir()) / f"jax_ssd_simt_emulator_{os.getuid()}"
 
 
+_loaded: list[tuple[tuple[str, ...], Library]] = []  # with what they are made of
+
+
 def _library(file: str, options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
-    texts = sources.cuda_sources(file)
-    texts = {name: translated(Path(name).name, text) for name, text in texts.items()}
-    main = next(iter(texts))
-    entries = "".join(
+    texts = {name: translated(Path(name).name, text) for name, text in sources.cuda_sources(file).items()}
+    made_of = (*texts, *texts.values(), *options)
+    for known, library in _loaded:
+        if known == made_of and library.has(expressions):
+            return library
+    library = _built(texts, options, expressions)
+    _loaded.append((made_of, library))
+    return library
+
+
+def _built(texts: dict[str, str], options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
+    entries = (
         f'extern "C" __attribute__((visibility("default"))) int launch_{i}(const emulator::Launch* launch, char* error, '
         f"size_t size, uint64_t* where) {{\n  return emulator::run<&{expression}>(launch, error, size, where);\n}}\n"
         for i, expression in enumerate(expressions)
     )
-    texts["launch_entries.cc"] = f'#include "launch.h"\n#include "{main}"\n{entries}'
-    return _built(tuple(texts.items()), options, expressions)
+    main = f'#include "launch.h"\n#include "{next(iter(texts))}"\n{"".join(entries)}'
+    folder = _headers_folder() / hashlib.sha256(repr((texts, options, main)).encode()).hexdigest()[:24]
+    if not (folder / "kernels.so").exists():
+        folder.mkdir(exist_ok=True)
+        for name, text in {**texts, "cuda_bf16.h": "", "cuda_fp16.h": "", "entries.cc": main}.items():
+            (folder / name).write_text(text)
+        command = (f"-I{folder.parent}", f"-I{folder}", *options, str(folder / "entries.cc"), "-shared")
+        _compile(command, folder / "kernels.so", expressions)
+    return Library(folder / "kernels.so", expressions)
 
 
 @cache
-def _built(texts: tuple[tuple[str, str], ...], options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
-    hashed = hashlib.sha256(repr((texts, options, _OPTIONS)).encode())
-    for header in _HEADERS:
-        hashed.update(header.read_bytes())
-    folder = cache_folder() / hashed.hexdigest()[:24]
-    library = folder / "kernels.so"
-    if not library.exists():
+def _headers_folder() -> Path:
+    """The emulator's headers and what g++ makes of them, which every library begins with."""
+    texts = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.h"))}
+    folder = cache_folder() / hashlib.sha256(repr((texts, _OPTIONS)).encode()).hexdigest()[:24]
+    if not (folder / "launch.h.gch").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
             (folder / name).write_text(text)
-        for name in ("cuda_bf16.h", "cuda_fp16.h"):  # numbers.h has those types
-            (folder / name).write_text("")
-        made = folder / f"kernels.{os.getpid()}.so"
-        command = ["g++", *_OPTIONS, "-shared", f"-I{folder}", f"-I{_FOLDER}", *options, str(folder / "launch_entries.cc")]
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"g++ refused the kernels {', '.join(expressions)}:\n{done.stderr[:6000]}")
-        made.replace(library)
-    return Library(library, expressions)
+        _compile(("-x", "c++-header", str(folder / "launch.h")), folder / "launch.h.gch", ("the emulator",))
+    return folder
+
+
+def _compile(arguments: Sequence[str], to: Path, what: Sequence[str]) -> None:
+    made = to.with_name(f"{os.getpid()}.{threading.get_ident()}.{to.name}")
+    done = subprocess.run(["g++", *_OPTIONS, *arguments, "-o", str(made)], capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        raise RuntimeError("\n".join((f"g++ refused {', '.join(what)}:", *errors[:8])))
+    made.replace(to)

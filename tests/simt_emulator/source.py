@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 _MACROS = Path(__file__).with_name("wgmma.cuh")
-_SHARED = re.compile(r"\b__shared__\s+(?:__align__\((\d+)\)\s*)?([\w:]+(?:\s+(?:int|char|short|long))?)\s+([^;]+);")
-_DYNAMIC = re.compile(r"\bextern\s+__shared__\s+(?:__align__\(\d+\)\s*)?([\w:]+(?:\s+char)?)\s+(\w+)\[\];")
+_TYPE = r"((?:(?:unsigned|signed|long|short|int|char)\s+)+|[\w:]+\s+)"
+_ALIGN = r"(?:__align__\((\d+)\)\s*)?"
+_DYNAMIC = re.compile(rf"\bextern\s+__shared__\s+{_ALIGN}{_TYPE}(\w+)\[\];")
+_SHARED = re.compile(rf"\b__shared__\s+{_ALIGN}{_TYPE}([^;]+);")
 
 
 def translated(name: str, text: str) -> str:
@@ -17,7 +19,7 @@ def translated(name: str, text: str) -> str:
         if not found:
             raise ValueError("wgmma.cuh declares no `template <typename T, int N> struct Wgmma`")
         text = head + _MACROS.read_text()
-    text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic_shared());", text)
+    text = _DYNAMIC.sub(r"\2* const \3 = reinterpret_cast<\2*>(emulator::dynamic_shared());", text)
     text = _SHARED.sub(_static_shared, text)
     parts, end = [], 0
     for found in re.finditer(r"\basm\s*(?:volatile\s*)?\(", text):
@@ -34,9 +36,7 @@ def _static_shared(found: re.Match[str]) -> str:
     struct = f"Shared_{names[0]}"
     references = " ".join(f"auto& {name} = {names[0]}_shared.{name};" for name in names)
     members = " ".join(f"alignas({alignment}) alignas({kind}) {kind} {d.strip()};" for d in _split(declarators, ","))
-    return (
-        f"struct {struct} {{ {members} }}; {struct}& {names[0]}_shared = emulator::static_shared<{struct}>(); {references}"
-    )
+    return f"struct {struct} {{ {members} }}; {struct}& {names[0]}_shared = emulator::static_shared<{struct}>(); {references}"
 
 
 def _call(statement: str) -> str:
