@@ -251,6 +251,24 @@ def test_two_halves_equal_the_whole(split, mamba2, implementation):
             np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pieces_of_several_chunks_are_bitwise_the_whole_in_xla(dtype):
+    cut = 128  # a piece of one chunk is no loop to XLA, which then compiles it in its own way
+    arrays = Case("", batch=1, seq=256, head_dim=8, state=16, dtype=dtype, gate=False).inputs()
+    run = jax.jit(
+        functools.partial(
+            jax_ssd.mamba2, dt_softplus=True, chunk_size=64, return_final_state=True, implementation="xla"
+        )
+    )
+    time = ("x", "dt", "B", "C")
+    y, final = run(**arrays)
+    first, state = run(**{n: a[:, :cut] if n in time else a for n, a in arrays.items()})
+    rest = {n: a[:, cut:] if n in time else a for n, a in arrays.items()}
+    second, last = run(**{**rest, "initial_state": state})
+    np.testing.assert_array_equal(jnp.concatenate([first, second], 1), y)
+    np.testing.assert_array_equal(last, final)
+
+
 def packed_arrays(lengths, seed=0):
     arrays = base_arrays(seed, batch=1, seq=sum(lengths), initial_state=False)
     return arrays, np.concatenate([[0], np.cumsum(lengths)])
@@ -381,6 +399,43 @@ def test_float64(implementation, x64):
     y, final = jax_ssd.mamba2(**arrays, **case.options(), return_final_state=True, implementation=implementation)
     assert (y.dtype, final.dtype) == (jnp.float64, jnp.float64)
     np.testing.assert_allclose(y, truth("packed")["y"], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [1e-6, 1e-7])
+def test_float16_keeps_small_steps(size, packed, mamba2):
+    """Products of steps with x are far below what float16 holds, results are not."""
+    arrays = float16_arrays(scale={"x": 30, "B": 30, "C": 10})
+    arrays["dt"] = jnp.full((1, 40, 2), size, jnp.float32)
+    check_float16(arrays, packed, mamba2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_float16_keeps_large_states(packed, mamba2):
+    arrays = float16_arrays(scale={"C": 1e-3})
+    state = np.random.default_rng(1).standard_normal((1, 2, 8, 16)) * 1e6
+    check_float16({**arrays, "initial_state": jnp.asarray(state, jnp.float32)}, packed, mamba2)
+
+
+def float16_arrays(scale: dict[str, float]) -> dict[str, Any]:
+    plain = {"gate": False, "bias": False, "softplus": False, "skip": None, "initial_state": False}
+    arrays = Case("", batch=1, seq=40, heads=2, groups=1, head_dim=8, state=16, **plain).inputs()
+    return {
+        name: (array * scale.get(name, 1)).astype("float16") if name in ("x", "B", "C") else array
+        for name, array in arrays.items()
+    }
+
+
+def check_float16(arrays: dict[str, Any], packed: bool, mamba2) -> None:
+    if packed:
+        arrays["segment_ids"] = jnp.asarray(np.repeat([0, -1, 0, 1], 10)[None])
+    got = jax.jit(functools.partial(mamba2, chunk_size=16, return_final_state=True))(**arrays)
+    with jax.enable_x64(True):
+        moving = {n: np.asarray(a, np.float64) for n, a in arrays.items() if n != "segment_ids"}
+        fixed = {n: np.asarray(a) for n, a in arrays.items() if n == "segment_ids"}
+        wide = jax_ssd.mamba2(**moving, **fixed, return_final_state=True, implementation="reference")
+    for one, expected in zip(got, wide, strict=True):
+        assert check.relative_error(np.asarray(one, np.float64), np.asarray(expected)) < 1e-3
 
 
 def test_integer_arguments_take_no_cotangent(mamba2):
