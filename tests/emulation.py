@@ -5,7 +5,7 @@ import numpy as np
 
 from jax_ssd import dispatch, op
 from jax_ssd.specs import CudaKernel
-from tests import simt_emulator, tile_emulator
+from tests import cuda_emulator, tile_emulator
 
 
 def _kernel_plan(definition, spec, name, platform, avals, devices=None):
@@ -20,7 +20,7 @@ def _kernel_runner(plan, devices):
     shapes = tuple(jax.ShapeDtypeStruct(b.shape, jax.numpy.dtype(b.dtype)) for b in plan.results)
 
     def host(*operands):
-        emulator = simt_emulator if isinstance(plan.launches[0].kernel, CudaKernel) else tile_emulator
+        emulator = cuda_emulator if isinstance(plan.launches[0].kernel, CudaKernel) else tile_emulator
         results = emulator.run(plan, [np.array(x) for x in operands])
         return tuple(results[b.name] for b in plan.results)
 

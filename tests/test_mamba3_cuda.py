@@ -21,10 +21,16 @@ def planned(call: Call):
     return plan.forward(problem, tiles, ["sm_90"])
 
 
+def emulated(call: Call) -> list[np.ndarray]:
+    plan = planned(call)
+    results = cuda_emulator.run(plan, call.operands())
+    return [results[buffer.name] for buffer in plan.results]
+
+
 @pytest.mark.parametrize("call", [call for call in CALLS if call.name in EMULATED], ids=lambda call: call.name)
 def test_agrees_with_float64(call):
     call = dataclasses.replace(call, batch=1, heads=2, groups=1)
-    found = errors(cuda_emulator.run(planned(call), call.operands()), call.truth())
+    found = errors(emulated(call), call.truth())
     assert found["y"] <= call.bar
     assert found["ssm"] <= 2 * call.bar
     assert max(found["angle"], found["k"], found["v"]) <= 1e-5
@@ -32,5 +38,5 @@ def test_agrees_with_float64(call):
 
 def test_a_nan_stays_with_its_head_and_the_tokens_after_it():
     call = dataclasses.replace(POISONED[0], heads=2)
-    y = cuda_emulator.run(planned(call), call.operands())[0]
+    y = emulated(call)[0]
     np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), np.isnan(call.truth()[0]))

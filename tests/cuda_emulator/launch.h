@@ -210,7 +210,8 @@ int run(const Launch* launch, char* error, size_t size, uint64_t* where) {
 
   int result = 0;
   if (setjmp(outside) == 0) {
-    if (launch->count != Call::COUNT) fail_f("the kernel has %zu parameters, the launch %u", Call::COUNT, launch->count);
+    if (launch->count != Call::COUNT)
+      fail_f("the kernel has %zu parameters, the launch %u", Call::COUNT, launch->count);
     for (unsigned i = 0; i < launch->count; ++i) {
       if (launch->sizes[i] != Call::SIZES[i]) {
         fail_f("parameter %u has %zu bytes, the launch passes %u", i, Call::SIZES[i], launch->sizes[i]);
@@ -229,3 +230,11 @@ int run(const Launch* launch, char* error, size_t size, uint64_t* where) {
 }
 
 }  // namespace emulator
+
+// The C function NAME, which runs the kernel of an expression in parentheses.
+#define EMULATOR_KERNEL(...) &__VA_ARGS__
+#define EMULATOR_ENTRY(NAME, EXPRESSION)                                                                               \
+  extern "C" __attribute__((visibility("default"))) int NAME(const emulator::Launch* launch, char* error, size_t size, \
+                                                             uint64_t* where) {                                        \
+    return emulator::run<EMULATOR_KERNEL EXPRESSION>(launch, error, size, where);                                      \
+  }

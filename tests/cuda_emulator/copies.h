@@ -114,14 +114,14 @@ inline void copy_in(unsigned to, const void* parameter, std::vector<int> at, uns
   memset(shared(to, bytes, 128), POISON, bytes);
   Block* block = current->block;
   barrier_at(barrier).copies.push_back({bytes, [=] {
-    walk_box(map, at, to, [&](unsigned address, const char* from) {
-      if (from) {
-        memcpy(block->arena + address, from, map.itemsize);
-      } else {
-        memset(block->arena + address, 0, map.itemsize);
-      }
-    });
-  }});
+                                          walk_box(map, at, to, [&](unsigned address, const char* from) {
+                                            if (from) {
+                                              memcpy(block->arena + address, from, map.itemsize);
+                                            } else {
+                                              memset(block->arena + address, 0, map.itemsize);
+                                            }
+                                          });
+                                        }});
   settle(barrier_at(barrier));
 }
 

@@ -14,12 +14,12 @@ import pytest
 from jax_ssd import sources
 from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
 from jax_ssd.specs import CudaKernel
-from tests import simt_emulator
-from tests.simt_emulator import EmulatorError
-from tests.simt_emulator.library import compiled
-from tests.simt_emulator.source import translated
+from tests import cuda_emulator
+from tests.cuda_emulator import EmulatorError
+from tests.cuda_emulator.library import compiled
+from tests.cuda_emulator.source import translated
 
-pytestmark = pytest.mark.skipif(simt_emulator.missing() is not None, reason=str(simt_emulator.missing()))
+pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PRODUCTS = {("__nv_bfloat16", 64): BFLOAT16, ("__half", 128): np.dtype(np.float16)}
 FORMS = [
@@ -52,7 +52,10 @@ EXPRESSIONS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels beside the library's headers, as kernels include only what is beside them."""
     folder = tmp_path_factory.mktemp("kernels")
-    for path in (*(sources.kernels_folder() / "cuda").glob("*.cuh"), Path(__file__).with_name("simt_kernels.cu")):
+    for path in (
+        *(sources.kernels_folder() / "cuda").glob("*.cuh"),
+        Path(__file__).with_name("cuda_emulator_kernels.cu"),
+    ):
         shutil.copy(path, folder)
     compiled([_kernel(folder, expression) for expression in EXPRESSIONS])  # at once: one by one takes minutes
     return folder
@@ -85,13 +88,13 @@ def run(folder: Path):
             (Launch(_kernel(folder, expression), (blocks, 1, 1), tuple(arguments), (threads, 1, 1), shared),),
         )
         plan.check("sm_90")
-        return simt_emulator.run(plan, operands, seed)
+        return cuda_emulator.run(plan, operands, seed)
 
     return run
 
 
 def _kernel(folder: Path, expression: str) -> CudaKernel:
-    return CudaKernel(str(folder / "simt_kernels.cu"), expression)
+    return CudaKernel(str(folder / "cuda_emulator_kernels.cu"), expression)
 
 
 def _normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
@@ -245,7 +248,7 @@ def test_blocks_wait_for_later_ones(folder):
             Launch(_kernel(folder, "chain"), (9, 1, 1), (ArrayArg("flags"), ArrayArg("sums")), (32, 1, 1)),
         ),
     )
-    np.testing.assert_array_equal(simt_emulator.run(plan, {})["sums"], 9 - np.arange(9))
+    np.testing.assert_array_equal(cuda_emulator.run(plan, {})["sums"], 9 - np.arange(9))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_a_written_operand(run):
 
 def test_guards_take_any_shape():
     for shape in ((), (1,), (5, 3), (1024,), (4097,)):
-        memory = simt_emulator.Guarded(shape, np.dtype(np.uint8))
+        memory = cuda_emulator.Guarded(shape, np.dtype(np.uint8))
         assert memory.array.shape == shape and memory.address % 16 == 0 and memory.intact()
         assert math.prod(shape) == memory.array.size
 
@@ -295,6 +298,6 @@ def test_unknown_instructions_are_named(folder):
     (folder / "unknown.cu").write_text(f"__global__ void g(int*) {{}}\n{text}")
     kernel = CudaKernel(str(folder / "unknown.cu"), "g")
     with pytest.raises(RuntimeError, match="no_such_thing"):
-        simt_emulator.run(
+        cuda_emulator.run(
             Plan("p", (), (Buffer("o", (1,), "int32"),), (), (Launch(kernel, (1, 1, 1), (ArrayArg("o"),)),)), {}
         )

@@ -1,4 +1,4 @@
-// Small kernels for tests/test_simt_emulator.py: each instruction alone, and each mistake that the emulator must find.
+// Small kernels for tests/test_cuda_emulator.py: each instruction alone, and each mistake that the emulator must find.
 #include "async_copy.cuh"
 #include "fragments.cuh"
 #include "shared_memory.cuh"
@@ -95,8 +95,8 @@ __global__ void warpgroup_product(const __grid_constant__ TensorMap a, const __g
   wgmma_fence();
   for (int step = 0; step < 5; ++step) {
     const int k = step % 4;
-    const unsigned long long y = ColumnsB ? advanced(column_descriptor(b_at, TILE), k * 2048)
-                                          : advanced(row_descriptor(b_at), k * 32);
+    const unsigned long long y =
+        ColumnsB ? advanced(column_descriptor(b_at, TILE), k * 2048) : advanced(row_descriptor(b_at), k * 32);
     if constexpr (InRegisters) {
       unsigned x[4];
       for (int i = 0; i < 4; ++i) {
@@ -104,8 +104,8 @@ __global__ void warpgroup_product(const __grid_constant__ TensorMap a, const __g
       }
       Wgmma<T, N>::template registers<ColumnsB>(s, x, y, step > 0);
     } else {
-      const unsigned long long x = ColumnsA ? advanced(column_descriptor(shared, TILE), k * 2048)
-                                            : advanced(row_descriptor(shared), k * 32);
+      const unsigned long long x =
+          ColumnsA ? advanced(column_descriptor(shared, TILE), k * 2048) : advanced(row_descriptor(shared), k * 32);
       Wgmma<T, N>::template shared<ColumnsA, ColumnsB>(s, x, y, step > 0);
     }
   }
@@ -220,19 +220,19 @@ __global__ void mistakes(float* out) {
   extern __shared__ __align__(16) char dynamic[];
   const int thread = threadIdx.x;
   values[thread] = thread;
-  if (Number == 0) named_barrier(3, 96);                                          // 64 threads come
-  if (Number == 1 && thread < 32) __syncthreads(), named_barrier(1, 64);          // the others end
+  if (Number == 0) named_barrier(3, 96);                                                 // 64 threads come
+  if (Number == 1 && thread < 32) __syncthreads(), named_barrier(1, 64);                 // the others end
   if (Number == 2) thread % 32 == 3 ? __syncwarp() : (void)__shfl_sync(~0u, thread, 0);  // not the same instruction
-  if (Number == 3) out[thread + 1] = 0;                                           // one too far
+  if (Number == 3) out[thread + 1] = 0;                                                  // one too far
   if (Number == 4) out[-1 - thread] = 0;
   if (Number == 5) values[thread + 1] = 0;
   if (Number == 6) *reinterpret_cast<float4*>(out + 1 + thread % 4) = float4();
   if (Number == 7) dynamic[1024 + thread] = 0;
   if (Number == 8) asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(dynamic) + 100000), "r"(0));
   if (Number == 9) __shfl_sync(1u, thread, 0);
-  if (Number == 10) barrier_arrive(shared_address(values));                       // no barrier there
+  if (Number == 10) barrier_arrive(shared_address(values));  // no barrier there
   if (Number == 11) out[thread] = __shfl_sync(0xFFFFu << thread % 32 / 16 * 16, thread, 5);
-  if (Number == 12) out[thread] = values[63 - thread];                            // no barrier in between
+  if (Number == 12) out[thread] = values[63 - thread];  // no barrier in between
 }
 
 __global__ void writes_its_operand(float* x, float* out) { x[threadIdx.x] = out[threadIdx.x] = 0; }

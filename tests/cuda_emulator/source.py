@@ -36,7 +36,8 @@ def _static_shared(found: re.Match[str]) -> str:
     struct = f"Shared_{names[0]}"
     references = " ".join(f"auto& {name} = {names[0]}_shared.{name};" for name in names)
     members = " ".join(f"alignas({alignment}) alignas({kind}) {kind} {d.strip()};" for d in _split(declarators, ","))
-    return f"struct {struct} {{ {members} }}; {struct}& {names[0]}_shared = emulator::static_shared<{struct}>(); {references}"
+    variables = f"{struct}& {names[0]}_shared = emulator::static_shared<{struct}>();"
+    return f"struct {struct} {{ {members} }}; {variables} {references}"
 
 
 def _call(statement: str) -> str:

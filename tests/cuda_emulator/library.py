@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jax_ssd import sources
 from jax_ssd.specs import CudaKernel
-from tests.simt_emulator.source import translated
+from tests.cuda_emulator.source import translated
 
 _FOLDER = Path(__file__).parent
 _OPTIONS = (
@@ -111,7 +111,7 @@ def compiled(kernels: Sequence[CudaKernel]) -> list[Library]:
 def cache_folder() -> Path:
     """JAX_SSD_EMULATOR_CACHE_DIR, else a folder of the user's in the system's temporary folder."""
     named = os.environ.get("JAX_SSD_EMULATOR_CACHE_DIR")
-    return Path(named) if named else Path(tempfile.gettempdir()) / f"jax_ssd_simt_emulator_{os.getuid()}"
+    return Path(named) if named else Path(tempfile.gettempdir()) / f"jax_ssd_cuda_emulator_{os.getuid()}"
 
 
 _loaded: list[tuple[tuple[str, ...], Library]] = []  # with what they are made of
@@ -129,17 +129,13 @@ def _library(file: str, options: tuple[str, ...], expressions: tuple[str, ...]) 
 
 
 def _built(texts: dict[str, str], options: tuple[str, ...], expressions: tuple[str, ...]) -> Library:
-    entries = (
-        f'extern "C" __attribute__((visibility("default"))) int launch_{i}(const emulator::Launch* launch, char* error, '
-        f"size_t size, uint64_t* where) {{\n  return emulator::run<&{expression}>(launch, error, size, where);\n}}\n"
-        for i, expression in enumerate(expressions)
-    )
+    entries = (f"EMULATOR_ENTRY(launch_{i}, ({expression}))\n" for i, expression in enumerate(expressions))
     main = f'#include "launch.h"\n#include "{next(iter(texts))}"\n{"".join(entries)}'
     folder = _headers_folder() / hashlib.sha256(repr((texts, options, main)).encode()).hexdigest()[:24]
     if not (folder / "kernels.so").exists():
         folder.mkdir(exist_ok=True)
         for name, text in {**texts, "cuda_bf16.h": "", "cuda_fp16.h": "", "entries.cc": main}.items():
-            (folder / name).write_text(text)
+            _write(folder / name, text)
         command = (f"-I{folder.parent}", f"-I{folder}", *options, str(folder / "entries.cc"), "-shared")
         _compile(command, folder / "kernels.so", expressions)
     return Library(folder / "kernels.so", expressions)
@@ -153,13 +149,24 @@ def _headers_folder() -> Path:
     if not (folder / "launch.h.gch").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text)
+            _write(folder / name, text)
         _compile(("-x", "c++-header", str(folder / "launch.h")), folder / "launch.h.gch", ("the emulator",))
     return folder
 
 
+def _write(path: Path, text: str) -> None:
+    made = _beside(path)
+    made.write_text(text)
+    made.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    """Where a file is made, so that another process never sees half of it."""
+    return path.with_name(f"{os.getpid()}.{threading.get_ident()}.{path.name}")
+
+
 def _compile(arguments: Sequence[str], to: Path, what: Sequence[str]) -> None:
-    made = to.with_name(f"{os.getpid()}.{threading.get_ident()}.{to.name}")
+    made = _beside(to)
     done = subprocess.run(["g++", *_OPTIONS, *arguments, "-o", str(made)], capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line]

@@ -31,16 +31,15 @@ inline void cvt_rna_tf32_f32(unsigned& d, float v) {
 template <class Operation>
 unsigned bfloat16_each(unsigned a, unsigned b, unsigned c, Operation operation) {
   const auto at = [&](int i) {
-    return bfloat16_bits(operation(bfloat16_value(a >> i & 0xFFFF), bfloat16_value(b >> i & 0xFFFF),
-                                   bfloat16_value(c >> i & 0xFFFF)));
+    return bfloat16_bits(
+        operation(bfloat16_value(a >> i & 0xFFFF), bfloat16_value(b >> i & 0xFFFF), bfloat16_value(c >> i & 0xFFFF)));
   };
   return pair_of(at(0), at(16));
 }
 template <class Operation>
 unsigned half_each(unsigned a, unsigned b, unsigned c, Operation operation) {
   const auto at = [&](int i) {
-    return half_bits(
-        operation(half_value(a >> i & 0xFFFF), half_value(b >> i & 0xFFFF), half_value(c >> i & 0xFFFF)));
+    return half_bits(operation(half_value(a >> i & 0xFFFF), half_value(b >> i & 0xFFFF), half_value(c >> i & 0xFFFF)));
   };
   return pair_of(at(0), at(16));
 }

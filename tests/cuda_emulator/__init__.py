@@ -28,8 +28,8 @@ import numpy as np
 
 from jax_ssd.plans import Launch, Plan, Pointer, TensorMapArg
 from jax_ssd.specs import CudaKernel
-from tests.simt_emulator.library import Library, compiled
-from tests.simt_emulator.memory import Guarded
+from tests.cuda_emulator.library import Library, compiled
+from tests.cuda_emulator.memory import Guarded
 
 _MAP_MAGIC = 0x7A6D6170
 _one_at_a_time = threading.Lock()

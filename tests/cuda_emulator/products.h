@@ -15,8 +15,8 @@ struct Half {
 
 // d (16 x 8) += a (16 x 16) b (16 x 8), 16-bit numbers in pairs.
 template <class Format>
-void mma_16(const char* what, float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], const unsigned (&b)[2],
-            const float (&c)[4]) {
+void mma_16(const char* what, float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4],
+            const unsigned (&b)[2], const float (&c)[4]) {
   struct Operands {
     unsigned a[4], b[2];
     float d[4];
@@ -72,13 +72,14 @@ inline void mma_tf32(const char* what, float& d0, float& d1, float& d2, float& d
   d0 = own.d[0], d1 = own.d[1], d2 = own.d[2], d3 = own.d[3];
 }
 
-// A matrix descriptor of wgmma: an operand of 16-bit numbers in shared memory, swizzled by 128 bytes. `along`: the summed
-// dimension (K) runs along the rows of 128 bytes ("K-major"), else the other one (M or N) does.
+// A matrix descriptor of wgmma: an operand of 16-bit numbers in shared memory, swizzled by 128 bytes. `along`: the
+// summed dimension (K) runs along the rows of 128 bytes ("K-major"), else the other one (M or N) does.
 struct Descriptor {
   unsigned start, leading, stride;
   explicit Descriptor(uint64_t bits)
       : start((bits & 0x3FFF) << 4), leading((bits >> 16 & 0x3FFF) << 4), stride((bits >> 32 & 0x3FFF) << 4) {
-    if (bits >> 62 != 1) fail_f("wgmma: only operands with a swizzle of 128 bytes are emulated, got layout %u", unsigned(bits >> 62));
+    if (bits >> 62 != 1)
+      fail_f("wgmma: only operands with a swizzle of 128 bytes are emulated, got layout %u", unsigned(bits >> 62));
     if (bits >> 49 & 7) fail_f("wgmma: only a base offset of 0 is emulated, got %u", unsigned(bits >> 49 & 7));
   }
   // Of element (m or n, k); the swizzle works on bits of the address itself.
@@ -173,9 +174,8 @@ void wgmma(int columns, bool a_in_registers, bool a_along, bool b_along, WgmmaOp
 
 inline void wgmma_commit() {
   int nothing = 0;
-  meet_warpgroup("wgmma.commit_group", nothing, [](int**) {
-    own_block().warpgroups[current->number / WARPGROUP].groups.emplace_back();
-  });
+  meet_warpgroup("wgmma.commit_group", nothing,
+                 [](int**) { own_block().warpgroups[current->number / WARPGROUP].groups.emplace_back(); });
 }
 
 // Finishes all committed groups but the last `pending`; accumulators that nothing works on any more get their values.

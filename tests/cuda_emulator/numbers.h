@@ -18,12 +18,12 @@
 #define blockDim (emulator::block_size)
 #define gridDim (emulator::grid_size)
 
-#define EMULATOR_VECTOR(T, NAME, BYTES)               \
-  struct alignas(2 * BYTES) NAME##2 { T x, y; };      \
-  struct NAME##3 { T x, y, z; };                      \
+#define EMULATOR_VECTOR(T, NAME, BYTES)                                      \
+  struct alignas(2 * BYTES) NAME##2 { T x, y; };                             \
+  struct NAME##3 { T x, y, z; };                                             \
   struct alignas(4 * BYTES > 16 ? 16 : 4 * BYTES) NAME##4 { T x, y, z, w; }; \
-  inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                  \
-  inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }          \
+  inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                 \
+  inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }         \
   inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMULATOR_VECTOR(float, float, 4)
 EMULATOR_VECTOR(int, int, 4)
@@ -148,7 +148,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 
-#define EMULATOR_LEAST(T)                                   \
+#define EMULATOR_LEAST(T)                                    \
   inline constexpr T min(T a, T b) { return b < a ? b : a; } \
   inline constexpr T max(T a, T b) { return a < b ? b : a; }
 EMULATOR_LEAST(int)
@@ -161,16 +161,46 @@ EMULATOR_LEAST(unsigned long long)
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 
-template <class T> T __ldg(const T* from) { return *from; }
-template <class T> T __ldca(const T* from) { return *from; }
-template <class T> T __ldcg(const T* from) { return *from; }
-template <class T> T __ldcs(const T* from) { return *from; }
-template <class T> T __ldlu(const T* from) { return *from; }
-template <class T> T __ldcv(const T* from) { return *from; }
-template <class T> void __stcg(T* to, T value) { *to = value; }
-template <class T> void __stcs(T* to, T value) { *to = value; }
-template <class T> void __stwb(T* to, T value) { *to = value; }
-template <class T> void __stwt(T* to, T value) { *to = value; }
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldca(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldlu(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcv(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcg(T* to, T value) {
+  *to = value;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
+template <class T>
+void __stwt(T* to, T value) {
+  *to = value;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
