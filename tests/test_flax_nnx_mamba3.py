@@ -259,6 +259,10 @@ def test_heads_shard_over_a_mesh(variant):
         ("mimo_rank.*1 to 8.*9", {"mimo_rank": 9}),
         ("state_dim.*even.*7", {"state_dim": 7}),
         ("rope_fraction.*0 to 1.*1.5", {"rope_fraction": 1.5}),
+        ("A_map: expected one of .*'softplus', 'heavy_tailed'.*got 'relu'", {"A_map": "relu"}),
+        ("rotary: expected one of .*'pairwise', 'half'.*got 'full'", {"rotary": "full"}),
+        ("mimo_rank.*at least 1.*0", {"mimo_rank": 0}),
+        ("A_floor: expected a finite number of at least 0, got -1", {"A_floor": -1.0}),
     ],
 )
 def test_sizes_that_cannot_be_are_named(words, changes):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ssd import shapes
 from jax_ssd.flax.nnx.norm import GatedRMSNorm
 from jax_ssd.flax.nnx.parameters import (
     NO_METADATA,
@@ -22,6 +23,7 @@ from jax_ssd.flax.nnx.parameters import (
     batch_of_token,
     head_count,
     initial_dt_bias,
+    positive,
     preferences,
     require_features,
     sums_of_small_projections,
@@ -80,7 +82,8 @@ class Mamba3(nnx.Module):
       rngs: random keys; stream ``params``.
 
     Raises:
-      ValueError: sizes that do not divide each other, or an option out of range.
+      ValueError: sizes that are not positive or do not divide each other, or an option out of range.
+      TypeError: a size that is no integer, or an option of another type.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Mamba3(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ):
+        positive(expand=expand, state_dim=state_dim)
         inner = expand * in_features
         self.in_features = in_features
         self.heads = head_count(in_features, inner, head_dim, num_groups)
@@ -121,11 +125,12 @@ class Mamba3(nnx.Module):
         self.state_dim = state_dim
         self.mimo_rank = mimo_rank
         self.pairs = _pairs(state_dim, rope_fraction)
-        self.rotary: Rotary = rotary or ("pairwise" if mimo_rank is None else "half")
-        self.A_map: Literal["softplus", "heavy_tailed"] = A_map
-        self.A_floor = A_floor
-        self.chunk_size = chunk_size
-        self.norm_epsilon = norm_epsilon
+        chosen = ("pairwise" if mimo_rank is None else "half") if rotary is None else rotary
+        self.rotary: Any = shapes.require_choice("Mamba3", "rotary", chosen, ("pairwise", "half"))
+        self.A_map: Any = shapes.require_choice("Mamba3", "A_map", A_map, ("softplus", "heavy_tailed"))
+        self.A_floor = shapes.number("Mamba3", "A_floor", A_floor)
+        self.chunk_size = shapes.chunk("Mamba3", chunk_size)
+        self.norm_epsilon = shapes.number("Mamba3", "norm_epsilon", norm_epsilon)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.key_dtype = key_dtype
@@ -276,7 +281,10 @@ class Mamba3(nnx.Module):
 
     def _schedule(self, projected: Mapping[str, jax.Array]) -> Mamba3Schedule:
         return mamba3_schedule(
-            *(projected[role] for role in ("dt", "A", "trap", "angle")),
+            projected["dt"],
+            projected["A"],
+            projected["trap"],
+            projected["angle"],
             self.dt_bias[...],
             A_floor=self.A_floor,
             A_map=self.A_map,
@@ -316,7 +324,8 @@ def _ranks(mimo_rank: int | None) -> tuple[int, ...]:
     """The rank axis of a layer's arrays: SISO has none."""
     if mimo_rank is None:
         return ()
-    if not 1 <= mimo_rank <= MAX_RANK:
+    positive(mimo_rank=mimo_rank)
+    if mimo_rank > MAX_RANK:
         raise ValueError(f"mimo_rank must be from 1 to {MAX_RANK}, or None for SISO, got {mimo_rank}.")
     return (mimo_rank,)
 
@@ -324,6 +333,6 @@ def _ranks(mimo_rank: int | None) -> tuple[int, ...]:
 def _pairs(state_dim: int, rope_fraction: float) -> int:
     if state_dim % 2:
         raise ValueError(f"state_dim must be even, as its coordinates rotate in pairs, got {state_dim}.")
-    if not 0 <= rope_fraction <= 1:
+    if shapes.number("Mamba3", "rope_fraction", rope_fraction) > 1:
         raise ValueError(f"rope_fraction must be from 0 to 1, got {rope_fraction}.")
     return int(state_dim * rope_fraction) // 2
