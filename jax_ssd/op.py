@@ -100,13 +100,21 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     # One jit around the stack: an eager call on sharded arrays is partitioned too.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def call(spec, *operands):
-        function = stacked(spec)
-        specs = partition.explicit_results(operands, *definition.letters(spec))
-        if specs is not None:
-            function = jax.sharding.auto_axes(function, out_sharding=specs)
-        return function(*operands)
+        return over_explicit_axes(definition, spec, stacked(spec))(*operands)
 
     return call
+
+
+def over_explicit_axes(definition: Definition, spec, function: Function) -> Function:
+    """`function` of an op's operands, also where shardings are part of their types: inside, the compiler chooses."""
+
+    def run(*operands):
+        specs = partition.explicit_results(operands, *definition.letters(spec))
+        if specs is None:
+            return function(*operands)
+        return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
+
+    return run
 
 
 def _gpus(context: mlir.LoweringRuleContext) -> list | None:

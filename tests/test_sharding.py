@@ -357,7 +357,8 @@ def test_values_and_gradients_inside_shard_map(name, implementation):
 
 
 @pytest.mark.parametrize(
-    "kind, implementation", [("shard_map", "xla"), ("shard_map", "reference"), ("explicit", "xla")]
+    "kind, implementation",
+    [("shard_map", "xla"), ("shard_map", "reference"), ("explicit", "xla"), ("explicit", "reference")],
 )
 def test_mamba3_by_batch(kind, implementation):
     """Without an initial state, with all its checks, values and gradients."""
@@ -401,9 +402,17 @@ def test_mamba3_by_batch(kind, implementation):
 # Meshes whose axes are part of the types.
 
 
-@pytest.mark.parametrize("name", ["fewer groups than shards", "as many groups as shards"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_explicit_axes(name, packed):
+@pytest.mark.parametrize(
+    "name, packed, implementation",
+    [
+        ("fewer groups than shards", False, "xla"),
+        ("fewer groups than shards", True, "xla"),
+        ("as many groups as shards", False, "xla"),
+        ("as many groups as shards", True, "xla"),
+        ("as many groups as shards", True, "reference"),
+    ],
+)
+def test_explicit_axes(name, packed, implementation):
     layout = GOOD[name]
     explicit = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     specs = layout.specs()
@@ -413,8 +422,10 @@ def test_explicit_axes(name, packed):
         arguments = (moving,)
         if packed:
             arguments = (moving, jax.device_put(ids(), NamedSharding(explicit, specs["segment_ids"])))
-        value, gradients = jax.jit(value_and_gradients)(*arguments)
-        y, final = jax.jit(functools.partial(jax_ssd.mamba2, return_final_state=True))(**moving)
+        value, gradients = jax.jit(functools.partial(value_and_gradients, implementation=implementation))(*arguments)
+        y, final = jax.jit(functools.partial(jax_ssd.mamba2, return_final_state=True, implementation=implementation))(
+            **moving
+        )
         assert_close((value, gradients), expected(layout.groups, layout.heads, packed))
     assert {key: jax.typeof(one).sharding.spec for key, one in gradients.items()} == {
         key: jax.typeof(moving[key]).sharding.spec for key in gradients

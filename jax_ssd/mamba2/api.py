@@ -1,5 +1,6 @@
 """The public functions of Mamba-2: arguments are checked here, put in canonical form and handed to the ops."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ssd import dispatch, manual_axes, op, segments, shapes
-from jax_ssd.derivatives import guarded, in_words
+from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2 import ops, reference, vjp
 from jax_ssd.mamba2.reference import Operands, StepOperands, accumulator
 
@@ -181,7 +182,7 @@ def mamba2(
     )
     operands = manual_axes.unified(operands)
     if spec.implementation[0] == "reference":
-        results = _reference_scan(operands, spec.dt_softplus, spec.dt_limit)
+        results = _reference(ops.FORWARD, spec, operands, _reference_scan)
     else:
         op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
         with in_words(name):
@@ -265,7 +266,7 @@ def mamba2_step(
     )
     operands = manual_axes.unified(operands)
     if spec.implementation[0] == "reference":
-        new_state, y = _reference_step(operands, spec.dt_softplus, spec.dt_limit)
+        new_state, y = _reference(ops.STEP, spec, operands, _reference_step)
     else:
         op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
         with in_words(name):
@@ -284,6 +285,15 @@ def _mamba2_step_reference(operands, softplus, limit):
 
 _reference_scan = jax.jit(_mamba2_reference, static_argnums=(1, 2))
 _reference_step = jax.jit(_mamba2_step_reference, static_argnums=(1, 2))
+
+
+def _reference(definition: op.Definition, spec: ops.Spec, operands, run) -> tuple[jax.Array, ...]:
+    def function(*arrays):
+        given = type(operands)(**dict(zip(spec.operands, arrays, strict=True)))
+        return run(given, spec.dt_softplus, spec.dt_limit)
+
+    whole = dataclasses.replace(spec, return_final_state=True)
+    return op.over_explicit_axes(definition, whole, function)(*present(spec, operands))
 
 
 _OPTIONAL = ("D", "z", "dt_bias", "initial_state")

@@ -1,5 +1,6 @@
 """The public functions of Mamba-3: arguments are checked here, put in canonical form and handed to the ops."""
 
+import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, overload
 
@@ -10,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from jax_ssd import dispatch, manual_axes, op, shapes
-from jax_ssd.derivatives import guarded, in_words
+from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2.api import Implementation
 from jax_ssd.mamba2.reference import accumulator
 from jax_ssd.mamba3 import ops, reference, vjp
@@ -214,7 +215,7 @@ def mamba3(
     operands = manual_axes.unified(operands)
     results: tuple[jax.Array, ...]
     if spec.implementation[0] == "reference":
-        results = _reference_scan(operands, spec.rotary, spec.norm_eps)
+        results = _reference(ops.FORWARD, spec, operands, _reference_scan)
     else:
         op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
         with in_words(name):
@@ -314,7 +315,7 @@ def mamba3_step(
     operands = manual_axes.unified(operands)
     results: tuple[jax.Array, ...]
     if spec.implementation[0] == "reference":
-        results = _reference_step(operands, spec.rotary, spec.norm_eps)
+        results = _reference(ops.STEP, spec, operands, _reference_step)
     else:
         op.require_possible(ops.STEP, spec, [a for a in operands if a is not None])
         with in_words(name):
@@ -414,6 +415,16 @@ def _mamba3_step_reference(operands, rotary, norm_eps):
 
 _reference_scan = jax.jit(_mamba3_reference, static_argnums=(1, 2))
 _reference_step = jax.jit(_mamba3_step_reference, static_argnums=(1, 2))
+
+
+def _reference(definition: op.Definition, spec: ops.Spec, operands, run) -> tuple[jax.Array, ...]:
+    def function(*arrays):
+        given = type(operands)(**dict(zip(spec.operands, arrays, strict=True)))
+        return run(given, spec.rotary, spec.norm_eps)
+
+    whole = dataclasses.replace(spec, return_final_state=True)
+    return op.over_explicit_axes(definition, whole, function)(*present(spec, operands))
+
 
 _ARGUMENTS = (
     *("q", "k", "v", "q_bias", "k_bias", "mimo_v", "mimo_o", "angles", "adt", "dt", "trap"),
