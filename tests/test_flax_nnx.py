@@ -228,6 +228,7 @@ def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
         ({"A_init_range": (16.0, 1.0)}, ValueError, "A_init_range: expected 0 < low <= high"),
         ({"dt_limit": (2, 1)}, ValueError, "dt_limit: expected low <= high"),
         ({"implementation": "foo"}, ValueError, "implementation: expected names out of"),
+        ({"precision": "exact"}, ValueError, "Mamba2: precision: expected one of"),
         ({"chunk_size": 0}, ValueError, "chunk_size: expected at least 1 token"),
         ({"norm_epsilon": -1.0}, ValueError, "epsilon: expected a finite number"),
     ],

@@ -200,6 +200,7 @@ class Mamba2(nnx.Module):
         self.param_dtype = param_dtype
         self.state_dtype = state_dtype
         self.precision = precision
+        shapes.precision("Mamba2", precision)
         self.implementation = preferences(implementation)
 
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
