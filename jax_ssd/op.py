@@ -112,7 +112,8 @@ def over_explicit_axes(definition: Definition, spec, function: Function) -> Func
         specs = partition.explicit_results(operands, *definition.letters(spec))
         if specs is None:
             return function(*operands)
-        return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
+        automatic: Any = jax.sharding.auto_axes(function, out_sharding=specs)
+        return automatic(*operands)
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,7 +228,9 @@ def test_what_is_no_array_is_named(name, value):
 
 
 def test_lists_are_arrays():
-    np.testing.assert_array_equal(jax_ssd.causal_conv1d(X.tolist(), W.tolist()), jax_ssd.causal_conv1d(X, W))
+    as_lists: dict[str, Any] = {"x": X.tolist(), "weight": W.tolist()}
+    expected = jax_ssd.causal_conv1d(jnp.asarray(X), jnp.asarray(W))
+    np.testing.assert_array_equal(jax_ssd.causal_conv1d(**as_lists), expected)
 
 
 def test_a_flag_that_is_none():

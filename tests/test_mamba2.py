@@ -431,9 +431,10 @@ def check_float16(arrays: dict[str, Any], packed: bool, mamba2) -> None:
         arrays["segment_ids"] = jnp.asarray(np.repeat([0, -1, 0, 1], 10)[None])
     got = jax.jit(functools.partial(mamba2, chunk_size=16, return_final_state=True))(**arrays)
     with jax.enable_x64(True):
-        moving = {n: np.asarray(a, np.float64) for n, a in arrays.items() if n != "segment_ids"}
-        fixed = {n: np.asarray(a) for n, a in arrays.items() if n == "segment_ids"}
-        wide = jax_ssd.mamba2(**moving, **fixed, return_final_state=True, implementation="reference")
+        exact: dict[str, Any] = {
+            n: np.asarray(a, np.int32 if n == "segment_ids" else np.float64) for n, a in arrays.items()
+        }
+        wide = jax_ssd.mamba2(**exact, return_final_state=True, implementation="reference")
     for one, expected in zip(got, wide, strict=True):
         assert check.relative_error(np.asarray(one, np.float64), np.asarray(expected)) < 1e-3
 

@@ -55,8 +55,8 @@ def scan(
     state = state.astype(dtype).reshape(batch, groups, heads // max(groups, 1), head_dim, width)
     first_run = None if run is None else jnp.zeros((batch,), jnp.int32)
     # A scan's carry keeps its type, so it varies over the manual axes of the tokens from the beginning.
-    *carry, _ = manual_axes.unified((state, first_run, x))
-    carry = tuple(carry)
+    state, first_run, _ = manual_axes.unified((state, first_run, x))
+    carry = (state, first_run)
 
     chunk = min(chunk_size or DEFAULT_CHUNK, max(seq, 1))
     whole = seq // chunk

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jax_ssd import shapes
 from jax_ssd.flax.nnx import Mamba2
@@ -114,7 +115,7 @@ def generate(
       TypeError: ``length`` is no integer, or ``temperature`` no number.
     """
     length = shapes.integer("generate", "length", length, least=0)
-    if not isinstance(temperature, jax.core.Tracer):
+    if not isinstance(temperature, Tracer):
         temperature = shapes.number("generate", "temperature", temperature)
         if temperature == 0:
             raise ValueError(
