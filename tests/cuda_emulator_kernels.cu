@@ -116,7 +116,9 @@ __global__ void warpgroup_product(const __grid_constant__ TensorMap a, const __g
   if (!Wait) wgmma_wait<0>();
 }
 
-// A box [1][4][1][64] of x [2][6][2][64] from (0, token, head, batch) to y, at the same place, plus one.
+// A box [1][4][1][64] of x [2][6][2][64] from (0, token, head, batch) to y, at the same place, plus one. Without a
+// fence the copy out does not see what was added.
+template <bool Fence>
 __global__ void through_shared_memory(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
                                       int token, __nv_bfloat16* seen) {
   extern __shared__ __align__(1024) char memory[];
@@ -134,7 +136,7 @@ __global__ void through_shared_memory(const __grid_constant__ TensorMap x, const
     seen[i] = *at;
     *at = from_float<__nv_bfloat16>(to_float(*at) + 1.0f);
   }
-  fence_async_proxy();
+  if (Fence) fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) {
     copy_out(y, 0, 1, token, 1, shared, KEEP_FIRST);

@@ -50,7 +50,7 @@ def arguments(*, final=False, rotary="pairwise", chunk_size=None, **sizes):
     state = [rng.standard_normal((batch, heads, *shape)).astype(np.float32) for shape in pieces]
     state[3] = np.asarray(jnp.asarray(state[3], jnp.bfloat16), np.float32)  # the final v is returned in v's type
     options = {"rotary": rotary, "chunk_size": chunk_size, "return_final_state": final, "precision": "highest"}
-    return arrays, (dy, Mamba3State(*state)) if final else dy, options
+    return arrays, (dy, Mamba3State(*map(jnp.asarray, state))) if final else dy, options
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "options"))

@@ -42,7 +42,15 @@ EXPRESSIONS = (
     *("collectives", "tiles", "warp_product<__nv_bfloat16>", "warp_product<__half>", "warp_product_tf32"),
     *(warpgroup_product(*product, *form) for product in PRODUCTS for form in FORMS),
     warpgroup_product("__nv_bfloat16", 64, "rows", False, wait=False),
-    *("through_shared_memory", "async_copies<true>", "async_copies<false>", "chain", "clear", "writes_its_operand"),
+    *(
+        "through_shared_memory<true>",
+        "through_shared_memory<false>",
+        "async_copies<true>",
+        "async_copies<false>",
+        "chain",
+        "clear",
+        "writes_its_operand",
+    ),
     *(f"pipeline<{mistake}>" for mistake in MISTAKES),
     *(f"mistakes<{number}>" for number in range(13)),
 )
@@ -179,17 +187,23 @@ def test_a_product_that_is_not_awaited_is_nan(run):
             raise EmulatorError("NaN")
 
 
+@pytest.mark.parametrize("fence", [True, False])
 @pytest.mark.parametrize("token", [0, 4, -2])
-def test_copies_by_tensor_maps_stop_at_the_edge(run, token):
+def test_copies_by_tensor_maps_stop_at_the_edge(run, token, fence):
     x = _normal(2, 6, 2, 64, dtype=BFLOAT16)
-    box = {"x": (1, 4, 1, 64), "y": (1, 4, 1, 64)}
-    got = run("through_shared_memory", shared=1024, maps=box, x=x, y=(x.shape, "bfloat16"), token=token,
-              seen=((4, 64), "bfloat16"))  # fmt: skip
-    inside = [i for i in range(4) if 0 <= token + i < 6]
+    got = run(
+        f"through_shared_memory<{str(fence).lower()}>",
+        shared=1024,
+        maps={"x": (1, 4, 1, 64), "y": (1, 4, 1, 64)},
+        x=x,
+        y=(x.shape, "bfloat16"),
+        token=token,
+        seen=((4, 64), "bfloat16"),
+    )
     expected, seen = np.full(x.shape, np.nan, np.float32), np.zeros((4, 64), np.float32)
-    for i in inside:
+    for i in (i for i in range(4) if 0 <= token + i < 6):
         seen[i] = x[1, token + i, 1]
-        expected[1, token + i, 1] = (seen[i] + 1).astype(BFLOAT16)
+        expected[1, token + i, 1] = (seen[i] + fence).astype(BFLOAT16)
     np.testing.assert_array_equal(got["seen"].astype(np.float32), seen)
     np.testing.assert_array_equal(got["y"].astype(np.float32), expected)
 

@@ -1,7 +1,4 @@
-"""The shipped tables: every entry can be planned, and every choice in one computes the right thing in the emulator.
-
-Choices of CUDA C++ kernels, which no emulator runs, are compared in tests/gpu/test_tables.py.
-"""
+"""The shipped tables: every entry can be planned, and every choice in one computes the right thing in an emulator."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import pytest
 from jax_ssd import config, tune
 from jax_ssd.mamba2 import choices
 from jax_ssd.mamba2.problem import Problem
-from tests import scan_float64, tile_emulator
+from tests import cuda_emulator, scan_float64, tile_emulator
 from tests.gradients_float64 import gradients
 from tests.scan_float64 import error, problem, random_operands
 from tests.test_kernels_backward import operands_of
@@ -83,15 +80,14 @@ def test_every_entry_is_planned_for_its_own_problem():
 
 
 def distinct() -> list[Any]:
-    """One entry for each kernel and choice that the tables can select, cuTile's only."""
+    """One entry for each kernel and choice that the tables can select."""
     found: dict[str, Any] = {}
     for _, record, implementation in entries():
-        if implementation == "cutile":
-            result = record["results"][implementation]
-            shared = [record["problem"].get(name) for name in tune.SHARED]
-            choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record), result)
-            found.setdefault(str((record["op"], shared, choice)), (record, result))
-    return [pytest.param(*pair, id=f"{pair[0]['op']}-{number}") for number, pair in enumerate(found.values())]
+        result = record["results"][implementation]
+        shared = [record["problem"].get(name) for name in tune.SHARED]
+        choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record), result)
+        found.setdefault(str((record["op"], shared, choice)), (record, result, implementation))
+    return [pytest.param(*entry, id=f"{entry[0]['op']}-{number}") for number, entry in enumerate(found.values())]
 
 
 def operands_and_expected(p: Problem, op: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -114,9 +110,12 @@ def check(p: Problem, got: dict[str, np.ndarray], expected: dict[str, np.ndarray
         assert error(value, expected[name]) < TOLERANCE[kind], name
 
 
-@pytest.mark.parametrize(("record", "result"), distinct())
-def test_every_choice_is_right(record, result):
-    tunable = TUNABLES[record["op"], "cutile"]
+@pytest.mark.parametrize(("record", "result", "implementation"), distinct())
+def test_every_choice_is_right(record, result, implementation):
+    emulator = {"cutile": tile_emulator, "cuda": cuda_emulator}[implementation]
+    if emulator is cuda_emulator and cuda_emulator.missing():
+        pytest.skip(str(cuda_emulator.missing()))
+    tunable = TUNABLES[record["op"], implementation]
     p, choice = small(tunable, record, result)
     operands, expected = operands_and_expected(p, record["op"])
-    check(p, tile_emulator.run(tunable.make(p, choice), operands), expected)
+    check(p, emulator.run(tunable.make(p, choice), operands), expected)

@@ -111,43 +111,41 @@ inline void barrier_wait(unsigned address, unsigned parity) {
 inline void copy_in(unsigned to, const void* parameter, std::vector<int> at, unsigned barrier) {
   const Map map = read_map(parameter, int(at.size()));
   const unsigned bytes = box_bytes(map);
-  memset(shared(to, bytes, 128), POISON, bytes);
-  Block* block = current->block;
-  barrier_at(barrier).copies.push_back({bytes, [=] {
-                                          walk_box(map, at, to, [&](unsigned address, const char* from) {
-                                            if (from) {
-                                              memcpy(block->arena + address, from, map.itemsize);
-                                            } else {
-                                              memset(block->arena + address, 0, map.itemsize);
-                                            }
-                                          });
-                                        }});
+  async_write(shared(to, bytes, 128), [&](char* there) { memset(there, POISON, bytes); });
+  char* arena = own_block().arena;
+  barrier_at(barrier).copies.push_back(
+      {bytes, [=] {
+         walk_box(map, at, to, [&](unsigned address, const char* from) {
+           static const char zero[16] = {};
+           async_write(arena + address, [&](char* there) { memcpy(there, from ? from : zero, map.itemsize); });
+         });
+       }});
   settle(barrier_at(barrier));
 }
 
 inline void copy_line_in(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   if (bytes % 16) fail_f("a bulk copy of %u bytes, no multiple of 16", bytes);
   char* target = shared(to, bytes, 16);
-  memset(target, POISON, bytes);
+  async_write(target, [&](char* there) { memset(there, POISON, bytes); });
   global(from, 16);
-  barrier_at(barrier).copies.push_back({bytes, [=] { memcpy(target, from, bytes); }});
+  barrier_at(barrier).copies.push_back(
+      {bytes, [=] { async_write(target, [&](char* there) { memcpy(there, from, bytes); }); }});
   settle(barrier_at(barrier));
 }
 
 inline void copy_out(const void* parameter, std::vector<int> at, unsigned from) {
   const Map map = read_map(parameter, int(at.size()));
-  shared(from, box_bytes(map), 128);
-  Block* block = current->block;
+  const char* source = async_shared(from, box_bytes(map), 128);
   current->bulk_groups.back().push_back([=] {
     walk_box(map, at, from, [&](unsigned address, char* to) {
-      if (to) memcpy(to, block->arena + address, map.itemsize);
+      if (to) memcpy(to, source + (address - from), map.itemsize);
     });
   });
 }
 
 inline void copy_line_out(void* to, unsigned from, unsigned bytes) {
   if (bytes % 16) fail_f("a bulk copy of %u bytes, no multiple of 16", bytes);
-  const char* source = shared(from, bytes, 16);
+  const char* source = async_shared(from, bytes, 16);
   global(to, 16);
   current->bulk_groups.back().push_back([=] { memcpy(to, source, bytes); });
 }

@@ -39,6 +39,7 @@ struct Block;
 
 struct Fiber {
   void* stack_pointer = nullptr;
+  char* stack = nullptr;  // its lowest byte
   Block* block = nullptr;
   Index thread;
   int number = 0;
@@ -97,6 +98,8 @@ __attribute__((naked, noinline, noipa)) static void switch_stack(void** from, vo
 
 inline void suspend() {
   Fiber* own = current;
+  if (static_cast<char*>(__builtin_frame_address(0)) < own->stack + STACK / 4)
+    fail("the thread's stack is nearly full");
   switch_stack(&own->stack_pointer, scheduler_stack_pointer);
 }
 
@@ -127,6 +130,7 @@ inline void prepare(Fiber& fiber, char* stack) {
   *--top = reinterpret_cast<void*>(&fiber_entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   fiber.stack_pointer = top;
+  fiber.stack = stack;
 }
 
 inline void resume(Fiber& fiber) {

@@ -222,8 +222,8 @@ inline void st_release_gpu_global_b32(void* to, unsigned v) {
 }
 
 inline void fence_mbarrier_init_release_cluster() {}
-inline void fence_proxy_async_shared_cta() {}
-inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared_cta() { emulator::fence_async_proxy(); }
+inline void fence_proxy_async() { emulator::fence_async_proxy(); }
 
 // Copies.
 

@@ -52,7 +52,7 @@ class Grid {
       start(next++);
     }
     for (const Memory& memory : free_) {
-      munmap(memory.arena, ARENA);
+      munmap(memory.arena, 2 * ARENA);
       munmap(memory.stacks, MOST_THREADS * STACK);
     }
   }
@@ -62,11 +62,11 @@ class Grid {
     auto block = std::make_unique<Block>();
     block->index = {unsigned(number % grid_size.x), unsigned(number / grid_size.x % grid_size.y),
                     unsigned(number / grid_size.x / grid_size.y)};
-    if (free_.empty()) free_.push_back({reserve(ARENA), reserve(MOST_THREADS * STACK)});
+    if (free_.empty()) free_.push_back({reserve(2 * ARENA), reserve(MOST_THREADS * STACK)});
     block->arena = free_.back().arena;
     block->stacks = free_.back().stacks;
     free_.pop_back();
-    memset(block->arena, POISON, ARENA);
+    memset(block->arena, POISON, 2 * ARENA);
     block->used = RESERVED + dynamic_shared_;
     if (dynamic_shared_ > MOST_SHARED) fail_f("%u bytes of shared memory are too many", dynamic_shared_);
     block->running = int(block_size.x * block_size.y * block_size.z);

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -31,16 +31,24 @@ class Library:
     """Kernels of one source file with the same options."""
 
     def __init__(self, path: Path, expressions: Sequence[str]):
-        self._path = path
-        self._functions = ctypes.CDLL(str(path))
-        self._expressions = list(expressions)
+        functions = ctypes.CDLL(str(path))
+        self._kernels = {name: Kernel(path, functions[f"launch_{i}"]) for i, name in enumerate(expressions)}
 
     def has(self, expressions: Sequence[str]) -> bool:
-        return set(expressions) <= set(self._expressions)
+        return self._kernels.keys() >= set(expressions)
+
+    def kernel(self, expression: str) -> Kernel:
+        return self._kernels[expression]
+
+
+class Kernel:
+    """A compiled kernel."""
+
+    def __init__(self, path: Path, entry: Callable[..., int]):
+        self._path, self._entry = path, entry
 
     def launch(
         self,
-        kernel: CudaKernel,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_memory: int,
@@ -61,8 +69,7 @@ class Library:
         )
         error = ctypes.create_string_buffer(4096)
         where = ctypes.c_uint64()
-        entry = self._functions[f"launch_{self._expressions.index(kernel.name_expression)}"]
-        if not entry(ctypes.byref(description), error, len(error), ctypes.byref(where)):
+        if not self._entry(ctypes.byref(description), error, len(error), ctypes.byref(where)):
             return None
         return error.value.decode() + (self._line(where.value) if where.value else "")
 

@@ -1,5 +1,6 @@
 // Blocks and their shared memory. A shared address is an offset into the block's arena, whose first bytes are reserved
-// as on sm_90; what was never written reads as NaN.
+// as on sm_90; what was never written reads as NaN. A second arena behind the first is what the asynchronous proxy
+// (TMA, wgmma) sees: what threads write gets there by fence.proxy.async only.
 #pragma once
 
 #include "fibers.h"
@@ -36,7 +37,7 @@ struct Block {
   std::deque<Fiber> fibers;
   std::vector<int> order;
   int running = 0;
-  char* arena = nullptr;
+  char* arena = nullptr;  // twice: as threads see it, and as the asynchronous proxy does
   char* stacks = nullptr;
   unsigned used = RESERVED;  // end of the shared memory that the block has
   std::map<const void*, unsigned> statics;
@@ -61,6 +62,23 @@ inline char* shared(unsigned address, unsigned bytes, unsigned alignment) {
   }
   if (address % alignment) fail_f("shared address %u is not a multiple of %u", address, alignment);
   return block.arena + address;
+}
+
+inline const char* async_shared(unsigned address, unsigned bytes, unsigned alignment) {
+  return shared(address, bytes, alignment) + ARENA;
+}
+
+// Writes of every thread so far, which is more than this thread may know of.
+inline void fence_async_proxy() {
+  Block& block = own_block();
+  memcpy(block.arena + ARENA + RESERVED, block.arena + RESERVED, block.used - RESERVED);
+}
+
+// A write of the asynchronous proxy: by `write` to what it is given.
+template <class Write>
+void async_write(char* at, Write write) {
+  write(at);
+  write(at + ARENA);
 }
 
 inline unsigned shared_offset(const void* pointer) {

@@ -97,7 +97,7 @@ std::vector<float> read_operand(uint64_t bits, int size, bool along) {  // [16][
   for (int mn = 0; mn < size; ++mn) {
     for (int k = 0; k < 16; ++k) {
       unsigned short value;
-      memcpy(&value, shared(descriptor.address(mn, k, along), 2, 2), 2);
+      memcpy(&value, async_shared(descriptor.address(mn, k, along), 2, 2), 2);
       result[k * size + mn] = Format::value(value);
     }
   }

@@ -155,7 +155,7 @@ def test_more_than_two_to_the_31_elements():
     A = -jax.numpy.linspace(0.5, 2.0, heads)
     forward = jax.jit(
         lambda x, dt, B, C, state: jax_ssd.mamba2(
-            x, dt, A, B, C, initial_state=state, return_final_state=True, implementation="cuda"
+            x, dt, A, B, C, initial_state=state, return_final_state=True, implementation=("cuda", "cutile")
         )
     )
     zero = jax.numpy.zeros((batch, heads, head_dim, state))
