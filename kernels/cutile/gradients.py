@@ -9,7 +9,7 @@ import cuda.tile as ct
 from .adjoint import MASKED, gated
 from .decay import FLOOR, LOG2E, ZERO, param_row, run_numbers, softplus
 from .precision import dot, factor
-from .segments import last_of, load_real, load_scalars, run_before
+from .segments import last_of, load_chunk, load_real, load_scalars, run_before
 
 Const = ct.Constant
 
@@ -63,7 +63,7 @@ def source_gradient(
     kept = token[:, None] <= token[None, :]  # [j, i]
     if HAS_RUNS:
         run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
-        kept = kept & (run[:, None] == run[None, :])
+        kept = kept & (run[:, None] == run[None, :]) & real[:, None]
     else:
         real = kept
     c_tile = load_real(c, row, chunk, group, n_block, real, Q, N, HAS_RUNS, LATENCY)
@@ -71,7 +71,7 @@ def source_gradient(
     for k in range(block_heads):
         head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-        x_tile = load_real(x, row, chunk, head, 0, real, Q, P, HAS_RUNS, LATENCY)
+        x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
         dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY)
         w = ct.exp2(ct.where(kept, g[None, :] - g[:, None], MASKED)) * s[:, None]
         pairs = dot(x_tile, ct.transpose(dy_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
@@ -83,7 +83,10 @@ def source_gradient(
             if HAS_RUNS:
                 leave = ct.where(run == final, leave, 0.0)
             T = load_chunk_state(adjoints, row, head, chunk, N, P, n_block, LATENCY)
-            scaled = factor(x_tile.astype(ct.float32) * leave[:, None], x.dtype, PASSES)
+            scaled = x_tile.astype(ct.float32) * leave[:, None]
+            if HAS_RUNS:
+                scaled = ct.where(real[:, None], scaled, 0.0)  # what padding holds may be NaN
+            scaled = factor(scaled, x.dtype, PASSES)
             total = dot(scaled, ct.transpose(T), total, PASSES)
     store_group(db, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
 
@@ -128,7 +131,7 @@ def target_gradient(
     if HAS_RUNS:
         run, real, final = run_numbers(runs, row, chunk, Q, x.shape[1])
         before = run_before(runs, row, chunk, Q)
-        kept = kept & (run[:, None] == run[None, :])
+        kept = kept & (run[:, None] == run[None, :]) & real[None, :]
     else:
         real = kept
     b_tile = load_real(b, row, chunk, group, n_block, real, Q, N, HAS_RUNS, LATENCY)
@@ -136,7 +139,7 @@ def target_gradient(
     for k in range(block_heads):
         head = group * GROUP_HEADS + head_block * block_heads + k
         s, g = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
-        x_tile = load_real(x, row, chunk, head, 0, real, Q, P, HAS_RUNS, LATENCY)
+        x_tile = load_chunk(x, row, chunk, head, 0, Q, P, LATENCY)
         dy_tile = gated(dy, z, real, row, chunk, head, 0, Q, P, HAS_Z, HAS_RUNS, PASSES, LATENCY)
         w = ct.exp2(ct.where(kept, g[:, None] - g[None, :], MASKED)) * s[None, :]
         pairs = dot(dy_tile, ct.transpose(x_tile), ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES) * w
@@ -151,7 +154,10 @@ def target_gradient(
             scaled = factor(dy_tile.astype(ct.float32) * enter[:, None], x.dtype, PASSES)
             total = dot(scaled, ct.transpose(S), total, PASSES)
         if HAS_D:
-            part = ct.sum(dy_tile.astype(ct.float32) * x_tile.astype(ct.float32), axis=0)
+            part = dy_tile.astype(ct.float32) * x_tile.astype(ct.float32)
+            if HAS_RUNS:
+                part = ct.where(real[:, None], part, 0.0)
+            part = ct.sum(part, axis=0)
             if n_block == 0:
                 ct.store(dskip, index=(row, head, chunk, 0), tile=part.reshape((1, 1, 1, P)))
     store_group(dc, earlier, row, chunk, group, head_block, n_block, total, Q, N, ACCUMULATE)
