@@ -1,14 +1,14 @@
 // The scan of Mamba-3, SISO or MIMO, forward: chunk by chunk, the state in registers, tokens times ranks as rows.
 //
 // With a the running sum of adt in a chunk, f_t = gamma_t + delta_{t+1}, S the transposed state [head_dim][state]:
-//   M = (Q K') w,  w_ij = exp(a_i - a_j) f_j for a later token i, gamma_i within a token, else 0; the skip on the diagonal
-//   O = M V + diag(exp(a)) Q S'        S = exp(a_last) S + V' diag(f exp(a_last - a)) K
+//   M = (Q K') w,  w_ij = exp(a_i - a_j) f_j for a later token i, gamma_i within a token, else 0; the skip on the
+//   diagonal O = M V + diag(exp(a)) Q S'        S = exp(a_last) S + V' diag(f exp(a_last - a)) K
 // then norm, gate and the fold of the ranks.
 //
 // A long row is cut into segments so that there are blocks enough. `mamba3_segment_ends` walks a segment from a zero
 // state and a zero phase; `mamba3_forward` sums the earlier segments itself, each decayed, and turned by the phase that
-// it began with: a rotation of all keys is one of the state. A key that is not finite is kept out of the products, where
-// a masked zero would spread it to earlier tokens, and its token's weights become NaN instead.
+// it began with: a rotation of all keys is one of the state. A key that is not finite is kept out of the products,
+// where a masked zero would spread it to earlier tokens, and its token's weights become NaN instead.
 
 #include "mamba3_staging.cuh"
 #include "wgmma.cuh"
@@ -45,9 +45,9 @@ struct Shape {
   static constexpr int kHeld = padded((kState / 16 + kParts - 1) / kParts * 16, 16);  // columns of the state
   static constexpr int kSizeState = kHeld / 2, kSizeScores = T::kRows / 2, kSizeOut = kWidth / 2;  // accumulators
 
-  using Rows = Matrix<typename S::Value, T::kRows, kState>;       // queries, keys
-  using Values = Matrix<typename S::Value, T::kRows, kColumns>;   // values
-  using States = Matrix<typename S::Value, kColumns, kState>;     // the state, as an operand
+  using Rows = Matrix<typename S::Value, T::kRows, kState>;      // queries, keys
+  using Values = Matrix<typename S::Value, T::kRows, kColumns>;  // values
+  using States = Matrix<typename S::Value, kColumns, kState>;    // the state, as an operand
   using Table = Rotations<S, T::kTokens>;
   using Weights = Schedule<T::kTokens>;
 };
@@ -189,7 +189,8 @@ struct Walk {
 template <int Bytes>
 __device__ void clear(unsigned char* memory, int threads) {
   static_assert(Bytes % 16 == 0, "whole pieces");
-  for (int i = threadIdx.x * 16; i < Bytes; i += threads * 16) *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
+  for (int i = threadIdx.x * 16; i < Bytes; i += threads * 16)
+    *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
 }
 
 // Shared memory of `mamba3_segment_ends`.

@@ -1,5 +1,6 @@
 // Matrices in shared memory and products of them on the tensor cores of any GPU from sm_80 on: bfloat16 in one pass,
-// float32 as TF32 in one pass or three. Accumulators are float32 in blocks of 16 x 8: thread with lane l of a warp holds
+// float32 as TF32 in one pass or three. Accumulators are float32 in blocks of 16 x 8: thread with lane l of a warp
+// holds
 //   d[0], d[1]   row l/4,     columns 2(l%4), +1
 //   d[2], d[3]   row l/4 + 8, the same columns
 #pragma once
@@ -141,7 +142,8 @@ struct Product<__nv_bfloat16, Passes> {
     b[0] = {r[0], r[1]};
     b[1] = {r[2], r[3]};
   }
-  // Of neighbouring accumulators of the same rows, from the one at `first` on, the summed dimension being their columns.
+  // Of neighbouring accumulators of the same rows, from the one at `first` on, the summed dimension being their
+  // columns.
   template <int Size>
   static __device__ __forceinline__ A of_accumulators(const float (&d)[Size], int first) {
     A a;

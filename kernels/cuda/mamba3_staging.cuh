@@ -105,7 +105,8 @@ __device__ void make_schedule(Schedule<Tokens>& to, const float* adt, const floa
 }
 
 // Sines and cosines of a chunk's phases in shared memory. Four neighbouring pairs are loaded at once; where rows are
-// whole lines of 32 banks, pieces of 8 are permuted so that threads that write for four parts of the tokens do not meet.
+// whole lines of 32 banks, pieces of 8 are permuted so that threads that write for four parts of the tokens do not
+// meet.
 template <class S, int Tokens>
 struct Rotations {
   static constexpr int kSpan = (Tokens + 3) / 4;  // tokens of one part
@@ -265,8 +266,8 @@ struct KeySource {
   const float *q_bias, *k_bias;
 };
 
-// Keys, and queries if they are wanted, of a chunk. `last_key`: where the key of token `last` is written in float32 too.
-// A key that is not finite becomes zero and marks its token in `bad`; then the result is true.
+// Keys, and queries if they are wanted, of a chunk. `last_key`: where the key of token `last` is written in float32
+// too. A key that is not finite becomes zero and marks its token in `bad`; then the result is true.
 template <class S, int Tokens, int Threads, bool Queries, class M>
 __device__ bool stage_keys(const KeySource<S>& source, const Rotations<S, Tokens>& table, int count, const M& queries,
                            const M& keys, int* bad, int last, float* last_key) {

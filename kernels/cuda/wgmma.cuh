@@ -92,28 +92,28 @@ struct Wgmma;
 #define JAX_SSD_OUTPUTS_16 JAX_SSD_EIGHT(0), JAX_SSD_EIGHT(8)
 #define JAX_SSD_REGISTERS_32 \
   JAX_SSD_REGISTERS_16       \
-      ", "                   \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  ", "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define JAX_SSD_OUTPUTS_32 JAX_SSD_OUTPUTS_16, JAX_SSD_EIGHT(16), JAX_SSD_EIGHT(24)
-#define JAX_SSD_REGISTERS_64                                                             \
-  JAX_SSD_REGISTERS_32                                                                   \
-      ", "                                                                               \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAX_SSD_REGISTERS_64                                                         \
+  JAX_SSD_REGISTERS_32                                                               \
+  ", "                                                                               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define JAX_SSD_OUTPUTS_64 \
   JAX_SSD_OUTPUTS_32, JAX_SSD_EIGHT(32), JAX_SSD_EIGHT(40), JAX_SSD_EIGHT(48), JAX_SSD_EIGHT(56)
-#define JAX_SSD_REGISTERS_96                                                             \
-  JAX_SSD_REGISTERS_64                                                                   \
-      ", "                                                                               \
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAX_SSD_REGISTERS_96                                                         \
+  JAX_SSD_REGISTERS_64                                                               \
+  ", "                                                                               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAX_SSD_OUTPUTS_96 \
   JAX_SSD_OUTPUTS_64, JAX_SSD_EIGHT(64), JAX_SSD_EIGHT(72), JAX_SSD_EIGHT(80), JAX_SSD_EIGHT(88)
-#define JAX_SSD_REGISTERS_128                                                                        \
-  JAX_SSD_REGISTERS_96                                                                               \
-      ", "                                                                                           \
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAX_SSD_REGISTERS_128                                                                    \
+  JAX_SSD_REGISTERS_96                                                                           \
+  ", "                                                                                           \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAX_SSD_OUTPUTS_128 \
   JAX_SSD_OUTPUTS_96, JAX_SSD_EIGHT(96), JAX_SSD_EIGHT(104), JAX_SSD_EIGHT(112), JAX_SSD_EIGHT(120)
 
