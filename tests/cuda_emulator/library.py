@@ -25,6 +25,7 @@ _OPTIONS = (
     # Misaligned addresses and indices outside of arrays trap.
     *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
 )
+_SINCE_12 = ("-ftrivial-auto-var-init=pattern",)  # variables that have no value yet hold -2e38
 
 
 class Library:
@@ -152,13 +153,19 @@ def _built(texts: dict[str, str], options: tuple[str, ...], expressions: tuple[s
 def _headers_folder() -> Path:
     """The emulator's headers and what g++ makes of them, which every library begins with."""
     texts = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.h"))}
-    folder = cache_folder() / hashlib.sha256(repr((texts, _OPTIONS)).encode()).hexdigest()[:24]
+    folder = cache_folder() / hashlib.sha256(repr((texts, _options())).encode()).hexdigest()[:24]
     if not (folder / "launch.h.gch").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             _write(folder / name, text)
         _compile(("-x", "c++-header", str(folder / "launch.h")), folder / "launch.h.gch", ("the emulator",))
     return folder
+
+
+@cache
+def _options() -> tuple[str, ...]:
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    return (*_OPTIONS, *(_SINCE_12 if int(version.split(".")[0]) >= 12 else ()))
 
 
 def _write(path: Path, text: str) -> None:
@@ -174,7 +181,7 @@ def _beside(path: Path) -> Path:
 
 def _compile(arguments: Sequence[str], to: Path, what: Sequence[str]) -> None:
     made = _beside(to)
-    done = subprocess.run(["g++", *_OPTIONS, *arguments, "-o", str(made)], capture_output=True, text=True)
+    done = subprocess.run(["g++", *_options(), *arguments, "-o", str(made)], capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line]
         raise RuntimeError("\n".join((f"g++ refused {', '.join(what)}:", *errors[:8])))
