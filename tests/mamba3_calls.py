@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +102,9 @@ class Call:
 
     def truth(self) -> list[np.ndarray]:
         """y and the four pieces of the final state in float64, in the shapes of the op's results."""
-        arrays = {name: np.asarray(a, np.float64) for name, a in self.operands().items() if name != "cu_seqlens"}
+        arrays: dict[str, Any] = {
+            name: np.asarray(a, np.float64) for name, a in self.operands().items() if name != "cu_seqlens"
+        }
         arrays |= {name: arrays[name][0] for name in _PARAMETERS if name in arrays}
         given = "state_ssm" in arrays
         state = tuple(arrays.pop(f"state_{piece}") for piece in _PIECES) if given else None
@@ -135,7 +138,8 @@ def errors(results, truth) -> dict[str, float]:
     return found
 
 
-_MODEL = {"head_dim": 64, "state": 128, "pairs": 32, "groups": 1}
+_MODEL: dict[str, Any] = {"head_dim": 64, "state": 128, "pairs": 32, "groups": 1}
+_ALL_PAIRS: dict[str, Any] = _MODEL | {"pairs": 64}
 CALLS = (
     Call("all options"),
     Call("half, odd pairs", rotary="half", pairs=5),
@@ -145,7 +149,7 @@ CALLS = (
     Call("portable", portable=True, **_MODEL),
     Call("portable, half", portable=True, rotary="half", **_MODEL),
     Call("siso", rank=1, options="zD", **_MODEL),
-    Call("siso, portable, all pairs", rank=1, options="zDns", portable=True, **(_MODEL | {"pairs": 64})),
+    Call("siso, portable, all pairs", rank=1, options="zDns", portable=True, **_ALL_PAIRS),
     Call("siso, nothing else", rank=1, options="", **_MODEL),
     Call("rank 8, two teams", rank=8, state=64, head_dim=128, pairs=16),
     Call("rank 8, padded", rank=8, state=72, head_dim=104, pairs=16, portable=True, options="rfzDn"),

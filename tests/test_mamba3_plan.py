@@ -8,7 +8,8 @@ import pytest
 from jax_ssd import compile, config, nvrtc
 from jax_ssd.mamba3 import plan
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MAX_SHARED_MEMORY, Buffer
+from jax_ssd.plans import MAX_SHARED_MEMORY, Buffer, ScalarArg
+from jax_ssd.specs import CudaKernel
 
 ALL = ("mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
 
@@ -60,6 +61,7 @@ def test_sizes_of_the_plan():
     ]
     ends, forward = made.launches
     assert (ends.grid[0], forward.grid[0]) == (4 * 32 * 2, 4 * 32 * 3)
+    assert isinstance(forward.kernel, CudaKernel)
     assert forward.kernel.archs == ("sm_90",), "wgmma"
     shapes = {buffer.name: buffer.shape for buffer in (*made.results, *made.scratch)}
     assert shapes["y"] == (4, 2048, 32, 64)
@@ -83,7 +85,9 @@ def test_segments_cover_the_row():
     p = problem(batch=1, heads=4, seq=100_003)
     config_ = plan.tiles(p, ["sm_90"])
     made = plan.forward(p, dataclasses.replace(config_, segments=7), ["sm_90"])
-    seq, segments, segment_tokens = (argument.value for argument in made.launches[-1].arguments[-5:-2])
+    scalars = [argument for argument in made.launches[-1].arguments if isinstance(argument, ScalarArg)]
+    assert len(scalars) == 5
+    seq, segments, segment_tokens = (int(argument.value) for argument in scalars[:3])
     assert seq == 100_003
     assert segment_tokens % config_.tokens == 0
     assert (segments - 1) * segment_tokens < seq <= segments * segment_tokens
