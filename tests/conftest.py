@@ -16,6 +16,8 @@ import pytest
 # Set to 1 where a GPU must be there (the GPU test machine): then tests/gpu fails instead of being skipped.
 GPU_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_GPU", "") == "1"
 GPU_FOLDER = Path(__file__).parent / "gpu"
+# Set to 1 where all compilers must be there (CI): then a run without them ends instead of skipping what needs them.
+COMPILERS_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_COMPILERS", "") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -31,6 +33,17 @@ def _gpu_missing() -> str | None:
         return None if jax.devices("gpu") else "JAX lists no GPU"
     except RuntimeError as error:
         return f"no GPU for JAX: {str(error).splitlines()[0]}"
+
+
+def pytest_sessionstart() -> None:
+    """Ends a run under JAX_SSD_TEST_REQUIRE_COMPILERS=1 whose kernels would go untested."""
+    if COMPILERS_REQUIRED:
+        from jax_ssd import cutile, nvrtc
+        from tests import cuda_emulator
+
+        lacking = [reason for reason in (cutile.missing(), nvrtc.missing(), cuda_emulator.missing()) if reason]
+        if lacking:
+            pytest.exit(f"JAX_SSD_TEST_REQUIRE_COMPILERS=1, but {'; '.join(lacking)}", returncode=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

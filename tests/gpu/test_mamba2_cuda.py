@@ -34,7 +34,7 @@ def model(**changes: Any) -> Problem:
 def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None) -> dict[str, np.ndarray]:
     made = plan_cuda.forward(p, split or plan_cuda.split(p))
     results = jax.jit(lambda *given: launch.call(made, None, *given))(*(operands[b.name] for b in made.operands))
-    return {buffer.name: np.asarray(value) for buffer, value in zip(made.results, results, strict=False)}
+    return {buffer.name: np.asarray(value) for buffer, value in zip(made.results, results, strict=True)}
 
 
 @pytest.mark.parametrize(
