@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 IMPLEMENTATIONS = ("cutile", "cuda", "xla", "reference")
 KERNELS = ("cutile", "cuda")  # run on NVIDIA GPUs only
-DEFAULT = ("cuda", "cutile", "xla")  # a CUDA C++ kernel accepts only what it is the fastest for
+DEFAULT = ("cuda", "cutile", "xla")  # a CUDA C++ kernel serves the sizes that models have
 
 
 def preferences(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
