@@ -34,6 +34,7 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024
 MAX_CLUSTER = 8  # blocks; what every architecture with clusters grants without opting in
 MAX_PARAMETER_BYTES = 4096
+MULTIPROCESSORS = 132  # of an H100 or H200, for which the heuristics of CUDA C++ divide work
 
 _INT32_MAX = 2**31 - 1
 _WITHOUT_CLUSTERS = ("sm_80", "sm_86", "sm_89")

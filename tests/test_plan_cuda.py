@@ -62,6 +62,29 @@ def test_splits_that_make_no_sense(name):
         Split(**{"warpgroups": 2, "blocks": 2, "segments": 1, "chunks_per_segment": 4, name: 0})
 
 
+@pytest.mark.parametrize(("warpgroups", "blocks"), [(3, 1), (2, 3), (1, 5)])
+def test_splits_that_no_multiprocessor_holds(warpgroups, blocks):
+    """Three warpgroups would ask for 92,160 registers of 65,536, and wait for them forever."""
+    with pytest.raises(ValueError, match="registers" if warpgroups > 2 else "at most 4 in all"):
+        Split(warpgroups, blocks, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (Split(2, 2, 2, 1), "the 4 chunks of a row"),  # tokens are left
+        (Split(2, 2, 1, 3), "the 4 chunks of a row"),
+        (Split(2, 2, 3, 2), "the 4 chunks of a row"),  # a segment is empty
+        (Split(1, 3, 1, 4), "does not divide 4 blocks of a group"),
+        (Split(1, 4, 1, 4), "elements of state, 16384 fit"),
+    ],
+    ids=str,
+)
+def test_splits_that_do_not_fit_the_problem(split, said):
+    with pytest.raises(ValueError, match=said):
+        plan_cuda.forward(model(heads=4, groups=1), split)
+
+
 @pytest.mark.parametrize(
     ("sizes", "split", "grids"),
     [

@@ -9,7 +9,7 @@ import pytest
 
 from jax_ssd import compile as kernels
 from jax_ssd import launch, nvrtc
-from jax_ssd.mamba2 import plan_cuda_backward
+from jax_ssd.mamba2 import choices, plan_cuda_backward
 from jax_ssd.mamba2.plan_cuda_backward import BackwardBlocks
 from jax_ssd.mamba2.problem import Problem
 from tests.scan_float64 import problem
@@ -36,6 +36,7 @@ def model(**changes: Any) -> Problem:
         ({"chunk_size": 64}, "chunk_size of 128, got 64"),
         ({"has_z": True}, "no z"),
         ({"has_runs": True}, "no segment_ids"),
+        ({"batch": 1, "seq": 128, "heads": 1, "groups": 1}, "fill 66 thread blocks or more, got 1"),
     ],
 )
 def test_refusals_name_the_limit_and_the_figure(changes, said):
@@ -45,7 +46,26 @@ def test_refusals_name_the_limit_and_the_figure(changes, said):
 
 def test_other_architectures_are_refused():
     with pytest.raises(NotImplementedError, match="sm_90"):
-        plan_cuda_backward.backward(model()).check("sm_100")
+        plan_cuda_backward.backward(model(), BackwardBlocks()).check("sm_100")
+
+
+def test_small_calls_are_planned_where_the_blocks_are_given():
+    p = model(batch=1, seq=128, heads=1, groups=1)
+    plan_cuda_backward.backward(p, BackwardBlocks()).check("sm_90")
+
+
+def test_a_grid_that_no_gpu_takes_is_refused():
+    p = model(batch=1 << 26, seq=128, heads=64, groups=64)
+    with pytest.raises(NotImplementedError, match="grid axis x"):
+        plan_cuda_backward.backward(p, BackwardBlocks()).check("sm_90")
+
+
+@pytest.mark.parametrize("changes", [{"segments": 3}, {"row_slices": 3}, {"head_blocks": 3}], ids=str)
+def test_no_more_pieces_than_there_are(changes):
+    p = model(batch=2, seq=200, heads=4, groups=2)
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be at most 2 here, got 3"):
+        plan_cuda_backward.backward(p, BackwardBlocks(**changes))
+    choices.CUDA_BACKWARD.make(p, BackwardBlocks(**changes)).check("sm_90")  # a record of a larger call
 
 
 @pytest.mark.parametrize("changes", [{"segments": 0}, {"row_slices": 0}, {"head_blocks": 0}, {"segments": 65}])
@@ -79,10 +99,10 @@ def test_heuristic(sizes, blocks):
 @pytest.mark.parametrize("row_slices", [1, 2, 3])
 def test_every_row_and_head_has_its_block(heads, row_slices):
     p = model(batch=5, seq=1000, heads=heads, groups=1)
-    made = plan_cuda_backward.backward(p, BackwardBlocks(segments=3, row_slices=row_slices, head_blocks=2))
+    parts = min(2, heads)
+    made = plan_cuda_backward.backward(p, BackwardBlocks(segments=3, row_slices=row_slices, head_blocks=parts))
     grids = [one.grid[0] for one in made.launches if one.name.startswith("chunk_gradients")]
     chunks = math.ceil(p.seq / 128)
-    parts = min(2, heads)
     assert len(grids) == row_slices and sum(grids) == p.batch * chunks * parts
     stores = [one.grid[0] for one in made.launches if one.name.startswith("walk") and "true" in one.name]
     walked = 2 if heads % 2 == 0 else 1

@@ -71,16 +71,23 @@ def _step_values(p: Problem) -> Values:
 def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
     """The number of segments follows from their length."""
     if split is not None:
-        segments = math.ceil(math.ceil(p.seq / plan_cuda.CHUNK) / split.chunks_per_segment)
-        split = replace(split, segments=segments)
-        if plan_cuda.group_blocks(p) % (split.warpgroups * split.blocks):
-            raise ValueError(f"{split} does not divide {plan_cuda.group_blocks(p)} blocks of a group")
+        chunks = math.ceil(p.seq / plan_cuda.CHUNK)
+        segments = math.ceil(chunks / split.chunks_per_segment)
+        split = replace(split, segments=segments, chunks_per_segment=min(split.chunks_per_segment, chunks))
     return plan_cuda.forward(p, split)
 
 
 def _cuda_forward_values(p: Problem) -> Values:
     chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p).segments
     return {"blocks": (1, 2), "chunks_per_segment": [math.ceil(chunks / n) for n in _around(start, chunks)]}
+
+
+def _cuda_backward(p: Problem, blocks: plan_cuda_backward.BackwardBlocks | None) -> Plan:
+    """A choice that was measured at a larger size may have more pieces than there are."""
+    if blocks is not None:
+        most = plan_cuda_backward.most_pieces(p)
+        blocks = replace(blocks, **{name: min(getattr(blocks, name), most[name]) for name in most})
+    return plan_cuda_backward.backward(p, blocks)
 
 
 def _cuda_backward_values(p: Problem) -> Values:
@@ -139,7 +146,7 @@ CUDA_FORWARD = Tunable(
 CUDA_BACKWARD = Tunable(
     "mamba2_backward",
     "cuda",
-    plan_cuda_backward.backward,
+    _cuda_backward,
     plan_cuda_backward.backward_blocks,
     _cuda_backward_values,
     local=("segments", "head_blocks", "row_slices"),

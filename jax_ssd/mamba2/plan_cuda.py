@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax_ssd.mamba2 import plan
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
+from jax_ssd.plans import MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
 from jax_ssd.specs import CudaKernel
 
 ARCHS = ("sm_90",)
@@ -22,7 +22,9 @@ BLOCK = 64  # channels of one head whose states a warpgroup holds together
 TILE = CHUNK * BLOCK * 2  # bytes
 SCALARS = 4 * CHUNK * 4  # bytes of the decays of one chunk of one block
 WARPGROUP = 128  # threads
-MULTIPROCESSORS = 132  # of an H100 or H200
+REGISTERS = 65_536  # of a multiprocessor
+COPY_REGISTERS, COMPUTE_REGISTERS = 24, 240  # of a thread that copies, and of one that computes
+MOST_BLOCKS = 4  # of a thread block: each of the four copying warps prepares the scalars of one
 STATES = (64, 128, 256)  # those that were run
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
@@ -51,6 +53,15 @@ class Split:
         for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
+        wanted = WARPGROUP * (COPY_REGISTERS + self.warpgroups * COMPUTE_REGISTERS)
+        if wanted > REGISTERS:  # they would wait for each other's registers forever
+            raise ValueError(
+                f"Split.warpgroups={self.warpgroups} wants {wanted} registers, a multiprocessor has {REGISTERS}."
+            )
+        if self.warpgroups * self.blocks > MOST_BLOCKS:
+            raise ValueError(
+                f"Split.blocks={self.blocks} with {self.warpgroups} warpgroups: at most {MOST_BLOCKS} in all."
+            )
 
 
 def check_supported(problem: Problem) -> None:
@@ -109,10 +120,11 @@ def forward(problem: Problem, config: Split | None = None) -> Plan:
     """The scan: y, and the final state if it is asked for.
 
     Raises NotImplementedError for what the kernels do not do, and, unless a `config` is given, for calls too small to
-    fill the GPU.
+    fill the GPU; ValueError for a `config` that does not divide this problem.
     """
     check_supported(problem)
     if config is not None:
+        _check_split(problem, config)
         return _Forward(problem, config).plan()
     chosen = _Forward(problem, split(problem))
     if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
@@ -121,6 +133,21 @@ def forward(problem: Problem, config: Split | None = None) -> Plan:
             f"{chosen.thread_blocks}: smaller ones are faster in smaller pieces"
         )
     return chosen.plan()
+
+
+def _check_split(problem: Problem, config: Split) -> None:
+    """Raises ValueError for work left out, done twice or waited for in vain."""
+    p, c = problem, config
+    chunks = math.ceil(p.seq / CHUNK)
+    if not (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment:
+        raise ValueError(f"{c} does not divide the {chunks} chunks of a row: a segment is empty or tokens are left")
+    if group_blocks(p) % (c.warpgroups * c.blocks):
+        raise ValueError(f"{c} does not divide {group_blocks(p)} blocks of a group")
+    if c.blocks * BLOCK * p.state > MOST_STATE_ELEMENTS:
+        raise ValueError(
+            f"{c} gives a warpgroup {c.blocks * BLOCK * p.state} elements of state, {MOST_STATE_ELEMENTS} fit its "
+            f"registers"
+        )
 
 
 class _Forward:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax_ssd.mamba2.plan import ITEM_SIZE, scan_operands
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
+from jax_ssd.plans import MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
 from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -25,7 +25,7 @@ PAIR_TILES = 36
 HEAD_TILE = 32
 THREADS = 256
 
-MULTIPROCESSORS = 132  # of an H100 or H200
+FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, as in the forward
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
@@ -105,9 +105,31 @@ def check_supported(problem: Problem) -> None:
 
 
 def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
-    """The plan of the backward: gradients of every operand, in the operands' order; of parameters per batch row."""
+    """The plan of the backward: gradients of every operand, in the operands' order; of parameters per batch row.
+
+    Raises NotImplementedError for what the kernels do not do, and, unless a `config` is given, for calls too small to
+    fill the GPU; ValueError for a `config` of more pieces than this problem has.
+    """
     check_supported(problem)
-    return _Backward(problem, config or backward_blocks(problem)).plan()
+    if config is not None:
+        for name, most in most_pieces(problem).items():
+            if getattr(config, name) > most:
+                raise ValueError(f"BackwardBlocks.{name} must be at most {most} here, got {getattr(config, name)}.")
+        return _Backward(problem, config).plan()
+    chosen = _Backward(problem, backward_blocks(problem))
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
+        raise NotImplementedError(
+            f"the CUDA C++ backward takes calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
+            f"{chosen.thread_blocks}: smaller ones are divided finer by implementation='cutile'"
+        )
+    return chosen.plan()
+
+
+def most_pieces(problem: Problem) -> dict[str, int]:
+    """Into how many pieces BackwardBlocks can divide the chunks of a row, the rows, and the heads of a group."""
+    p = problem
+    units = p.heads * p.head_dim // WIDTH // p.groups
+    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": units}
 
 
 class _Backward:
@@ -124,6 +146,7 @@ class _Backward:
         self.block_units = math.ceil(self.units // p.groups / config.head_blocks)
         self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
         self.walk_heads = _walk_heads(p)
+        self.thread_blocks = self.head_blocks * p.groups * self.chunks * self.rows
 
     def operands(self) -> tuple[Buffer, ...]:
         p = self.problem
@@ -255,7 +278,7 @@ class _Backward:
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
-            self.head_blocks * p.groups * self.chunks * rows,
+            self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
             shared_memory=memory,
         )
