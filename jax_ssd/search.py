@@ -105,6 +105,7 @@ def autotune(
                 plan = tunable.make(problem, tunable.heuristic(problem))
                 bench = Bench(device, arch, plan, problem)
                 result = search(tunable, problem, bench, shown.note, seconds)
+                result["sources"] = tune.digests(plan)
                 result["provenance"] = provenance(device, plan)
                 tried = len(result["tried"])
                 tune.store(tunable.op, arch, problem, tunable.implementation, result)
@@ -355,7 +356,8 @@ def _difference(choice: Any, start: Any) -> dict[str, Any]:
 
 def _before(tunable: Tunable, arch: str, problem: Any) -> dict[str, Any] | None:
     record = tune.measured(tunable.op, arch, problem)
-    return None if record is None else record["results"].get(tunable.implementation)
+    result = None if record is None else record["results"].get(tunable.implementation)
+    return result if result is not None and tune.is_fresh(result) else None
 
 
 def _tuned(tunable: Tunable, problem: Any, result: dict[str, Any], tried: int) -> Tuned:

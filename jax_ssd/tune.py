@@ -8,11 +8,16 @@ fastest choice for it differs from the heuristic's, its time and where that come
 A lookup takes the record that is nearest in size among those that agree in everything else that shapes a kernel, so a
 new length or batch size never calls for new measurements. With no such record, or if the plan refuses what it says,
 the plan's heuristic decides. What a plan computes depends on a choice in rounding only.
+
+Times mean less than choices: only where they were measured near the call, with the kernels as they are now, do they
+order implementations or have kernels take a call that the heuristic leaves to another implementation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import math
 import os
@@ -26,9 +31,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jax_ssd import compile, config
+from jax_ssd import compile, config, sources
 from jax_ssd.cache import write_aside
 from jax_ssd.plans import Plan
+from jax_ssd.specs import CudaKernel
 
 SCHEMA = 1
 SIZES = ("batch", "seq", "heads", "groups")
@@ -68,19 +74,24 @@ class Tunable:
         if recorder is not None:
             recorder.append((self, problem))
         arch = _arch()
-        if arch is not None:
-            try:
-                choice = self.choice(problem, arch)
-                if choice is not None:
-                    plan = self.make(problem, choice)
-                    plan.check(arch)
-                    return plan
-            except (NotImplementedError, ValueError) as refusal:
-                _warn_once(
-                    f"jax_ssd ignores a tuned choice of {self.op} for {arch}: {refusal}. The heuristic decides; "
-                    f"`python -m jax_ssd tune` measures anew."
-                )
-        return self.make(problem, None)
+        found = None if arch is None else lookup(self.op, arch, problem, (self.implementation,))
+        if arch is None or found is None:
+            return self.make(problem, None)
+        record, near = found
+        if not (near and is_fresh(record["results"][self.implementation])):
+            self.make(problem, None)  # raises for what the heuristic leaves to another implementation
+        try:
+            plan = self.make(problem, self.choice(problem, arch))
+            plan.check(arch)
+            return plan
+        except (NotImplementedError, ValueError) as refusal:
+            plan = self.make(problem, None)
+            plan.check(arch)  # what no choice can serve is refused without a word about choices
+            _warn_once(
+                f"jax_ssd ignores a tuned choice of {self.op} for {arch}: {refusal}. The heuristic decides; "
+                f"`python -m jax_ssd tune` measures anew."
+            )
+            return plan
 
     def choice(self, problem: Any, arch: str) -> Any:
         """The heuristic's choice with the changes of the nearest record; None if there is no record.
@@ -121,13 +132,15 @@ def lookup(op: str, arch: str, problem: Any, implementations: Sequence[str]) -> 
 
 
 def fastest_first(names: tuple[str, ...], op: str, problem: Any) -> tuple[str, ...]:
-    """Names of implementations with "cuda" and "cutile" in the measured order, where both were measured."""
+    """Names of implementations with "cuda" and "cutile" in the measured order, where both were measured near by."""
     arch = _arch()
     pair = tuple(name for name in names if name in ("cuda", "cutile"))
     found = lookup(op, arch, problem, pair) if arch is not None and len(pair) == 2 else None
-    if found is None:
+    if found is None or not found[1]:
         return names
     results = found[0]["results"]
+    if not all(is_fresh(results[name]) for name in pair):
+        return names
     by_time = iter(sorted(pair, key=lambda name: results[name]["us"]))
     return tuple(next(by_time) if name in pair else name for name in names)
 
@@ -155,6 +168,19 @@ def is_near(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return rows <= NEAR_ROWS and abs(math.log2(a["seq"] / b["seq"])) <= NEAR_SEQ
 
 
+def digests(plan: Plan) -> dict[str, str]:
+    """Of the sources of a plan's kernels, by file or module: what its times were measured with."""
+    kernels = [launch.kernel for launch in plan.launches]
+    names = {kernel.file if isinstance(kernel, CudaKernel) else kernel.module for kernel in kernels}
+    return {name: _digest(name) for name in sorted(names)}
+
+
+def is_fresh(result: Mapping[str, Any]) -> bool:
+    """Whether a result was measured with the kernels as they are now."""
+    measured_with = result.get("sources")
+    return bool(measured_with) and all(_digest(name) == digest for name, digest in measured_with.items())
+
+
 def records(arch: str) -> list[Record]:
     """Every record for an architecture, the user's first."""
     own = [*_session, *_read(config.settings().tuning_file)]
@@ -179,8 +205,8 @@ def store(op: str, arch: str, problem: Any, implementation: str, result: dict[st
 
     Never raises for the state of the file: one warning, and the result holds in this process only.
     """
-    with _lock:
-        path = config.settings().tuning_file
+    path = config.settings().tuning_file
+    with _lock, _locked(path):
         kept = list(_read(path))
         record = {"op": op, "arch": arch, "problem": describe(problem), "results": {}}
         same = [r for r in (*_session, *kept) if _identity(r) == _identity(record)]
@@ -218,6 +244,8 @@ def parse(text: str) -> list[Record]:
             for result in record["results"].values():
                 if not (isinstance(result["choice"], dict) and result["us"] > 0):
                     raise ValueError(f"result {result} has no choice or no time")
+                if not isinstance(result.get("sources", {}), dict):
+                    raise ValueError(f"result {result} has sources that are no digests by name")
         return table["records"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -243,6 +271,28 @@ _lock = threading.RLock()
 
 def _identity(record: Record) -> tuple[str, str, dict[str, Any]]:
     return record["op"], record["arch"], record["problem"]
+
+
+@contextlib.contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    """Keeps other processes from writing between our reading and writing; without a lock where none can be had."""
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(path.with_name(f"{path.name}.lock"), "a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _digest(name: str) -> str:
+    """Of the sources of a kernel, of which CUDA C++ is named by file; empty if there are none."""
+    try:
+        texts = sources.cuda_sources(name) if name.endswith(".cu") else sources.module_sources(name)
+    except FileNotFoundError:
+        return ""
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _arch() -> str | None:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import jax_ssd
 from jax_ssd import __main__ as command_line
 from jax_ssd import compile as kernels
 from jax_ssd import config, dispatch, launch, op, paths, search, sizes, timing, tune
-from jax_ssd.mamba2 import choices, plan
+from jax_ssd.mamba2 import choices, plan, plan_cuda
 from jax_ssd.mamba3.problem import Problem as Mamba3Problem
 from jax_ssd.plans import Buffer
 from tests.scan_float64 import problem
@@ -39,8 +41,15 @@ def own_file(tmp_path, monkeypatch):
 
 
 def store(p: Any = PROBLEM, us: float = 10.0, implementation: str = "cutile", **changes: Any) -> None:
-    result = {"choice": changes, "us": us, "heuristic_us": us, "tried": []}
+    made = {"cutile": choices.FORWARD, "cuda": choices.CUDA_FORWARD}[implementation].heuristic(p)
+    measured_with = tune.digests({"cutile": plan, "cuda": plan_cuda}[implementation].forward(p, made))
+    result = {"choice": changes, "us": us, "heuristic_us": us, "tried": [], "sources": measured_with}
     tune.store("mamba2_forward", ARCH, p, implementation, result)
+
+
+def change_kernels(monkeypatch) -> None:
+    """As if the sources of all kernels had been edited since."""
+    monkeypatch.setattr(tune, "_digest", lambda name: "edited")
 
 
 def chosen(**changes: Any) -> plan.Tiles:
@@ -111,6 +120,44 @@ def test_a_choice_that_is_refused_gives_way_with_one_warning(changes, monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choices.FORWARD(PROBLEM)
+
+
+def test_a_call_that_no_choice_can_serve_is_refused_without_a_warning():
+    store(implementation="cuda")
+    store(dataclasses.replace(PROBLEM, seq=48), implementation="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(NotImplementedError, match="48 tokens or more, got 16"):
+            choices.CUDA_FORWARD(dataclasses.replace(PROBLEM, seq=16))
+
+
+LARGE = dataclasses.replace(PROBLEM, batch=4, seq=16384)
+SMALL = dataclasses.replace(PROBLEM, batch=1, seq=128)
+
+
+def test_a_record_far_away_leaves_small_calls_to_other_implementations(monkeypatch):
+    store(LARGE, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+        choices.CUDA_FORWARD(SMALL)
+    store(SMALL, implementation="cuda")
+    assert choices.CUDA_FORWARD(SMALL).launches[-1].grid == (2, 1, 1)
+    change_kernels(monkeypatch)
+    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+        choices.CUDA_FORWARD(SMALL)
+
+
+def test_choices_outlive_an_edit_of_the_kernels(monkeypatch):
+    store(occupancy=3)
+    change_kernels(monkeypatch)
+    assert occupancy(choices.FORWARD(PROBLEM)) == 3
+
+
+def test_a_result_names_the_sources_that_it_was_measured_with(monkeypatch):
+    made = plan.forward(PROBLEM)
+    found = tune.digests(made)
+    assert found.keys() == {"forward"} | found.keys() and tune.is_fresh({"sources": found})
+    assert not tune.is_fresh({}) and not tune.is_fresh({"sources": {"mamba2_forward.cu": "0"}})
+    assert not tune.is_fresh({"sources": {"mamba1_forward.cu": "0"}})
 
 
 def refusing(make):
@@ -193,6 +240,29 @@ def test_results_of_two_implementations_share_a_record(own_file):
     assert tune.parse(own_file.read_text()) == [record]
 
 
+STORING = """
+import sys, time
+from pathlib import Path
+from jax_ssd import config, tune
+from tests.scan_float64 import problem
+
+folder, number = Path(sys.argv[1]), int(sys.argv[2])
+(folder / f"ready{number}").touch()
+while len(list(folder.glob("ready*"))) < 2:
+    time.sleep(0.001)
+with config.override(tuning_file=folder / "tuning.json"):
+    for batch in range(1, 41):
+        result = {"choice": {}, "us": 1.0, "heuristic_us": 1.0}
+        tune.store(f"op{number}", "sm_90", problem(batch=batch), "cuda", result)
+"""
+
+
+def test_two_processes_lose_no_results(tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", STORING, str(tmp_path), str(n)]) for n in (0, 1)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert len(tune.parse((tmp_path / "tuning.json").read_text())) == 80
+
+
 def test_problems_of_other_ops_are_described_too():
     buffers = (Buffer("v", (2, 8, 4, 16), "bfloat16"), Buffer("z", (2, 8, 4, 16), "bfloat16"))
     sizes_of = {"batch": 2, "seq": 8, "heads": 4, "head_dim": 16, "groups": 1, "state": 16, "rank": 4, "pairs": 8}
@@ -235,6 +305,20 @@ def test_the_faster_implementation_comes_first_where_none_is_asked_for(times, fi
     store(p, times[1], "cuda")
     assert order() == (first, *(name for name in ("cuda", "cutile") if name != first), "xla")
     assert order(("cuda", "xla")) == ("cuda", "xla")
+
+
+@pytest.mark.parametrize("far", [{"batch": 16}, {"seq": 1 << 14}], ids=str)
+def test_only_times_near_by_order_implementations(far):
+    p = dataclasses.replace(PROBLEM, **far)
+    store(us=10), store(us=12, implementation="cuda")
+    assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", PROBLEM)[0] == "cutile"
+    assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", p) == dispatch.DEFAULT
+
+
+def test_times_of_other_kernels_order_nothing(monkeypatch):
+    store(us=10), store(us=12, implementation="cuda")
+    change_kernels(monkeypatch)
+    assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", PROBLEM) == dispatch.DEFAULT
 
 
 class FakeBench:
@@ -311,6 +395,15 @@ def test_autotune_goes_on_where_it_was_interrupted(bench, monkeypatch):
     assert bench.timed == []
     jax_ssd.autotune(function, *operands, progress=False, force=True)
     assert bench.timed == whole
+
+
+def test_autotune_measures_anew_what_edited_kernels_have_made_old(bench, monkeypatch):
+    function, operands = CALL["forward"]
+    jax_ssd.autotune(function, *operands, progress=False)
+    assert not any(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
+    change_kernels(monkeypatch)
+    assert all(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
+    assert not any(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
 
 
 def test_no_choice_needs_more_memory_than_it_may(bench):
