@@ -40,3 +40,12 @@ def test_a_nan_stays_with_its_head_and_the_tokens_after_it():
     call = dataclasses.replace(POISONED[0], heads=2)
     y = emulated(call)[0]
     np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), np.isnan(call.truth()[0]))
+
+
+@pytest.mark.parametrize("token", [5, 6])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_nan_decay_does_not_reach_earlier_tokens(dtype, token):
+    call = Call("siso", batch=1, seq=40, heads=2, groups=1, rank=1, options="D", dtype=dtype)
+    call = dataclasses.replace(call, poison=("adt", (0, 1, token)))
+    y = np.isnan(np.asarray(emulated(call)[0], np.float32))
+    assert not y[:, :, 0].any() and not y[0, :token, 1].any() and y[0, token:, 1].all()

@@ -89,11 +89,13 @@ __device__ void make_schedule(Schedule<Tokens>& to, const float* adt, const floa
     if (lane >= distance) scan += before;
   }
   const double last = __shfl_sync(~0u, scan, 31);
+  double before = __shfl_up_sync(~0u, scan, 1);  // not scan - total: a NaN would reach the lane's earlier tokens
+  if (lane == 0) before = 0.0;
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     const int c = lane * kEach + e;
     if (c < Tokens) {
-      const double sum = sums[e] + (scan - total);
+      const double sum = before + sums[e];
       to.sum[c] = static_cast<float>(sum);
       to.rest[c] = static_cast<float>(sum - static_cast<double>(to.sum[c]));
       to.gamma[c] = gamma[e];
