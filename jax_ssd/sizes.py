@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from jax_ssd.mamba2.api import mamba2, mamba2_step
+from jax_ssd.mamba3.api import Mamba3State, mamba3, mamba3_step
 
 
 @dataclass(frozen=True)
@@ -147,37 +149,64 @@ def find(text: str) -> list[Size]:
 def programs(
     size: Size, implementation: str | None = None
 ) -> dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]]:
-    """What a program at this size calls, with arguments to trace it with: forward and backward, and a step.
+    """What a program at this size calls, with arguments to trace it with: forward and backward, and a step."""
+    scan, of_scan, step, of_step = _mamba3_calls(size) if size.rank else _mamba2_calls(size)
 
-    Raises:
-      ValueError: a size of Mamba-3.
-    """
-    if size.rank:
-        raise ValueError(f"size {size.name!r} is one of Mamba-3, of which no call is known here; trace your own one")
-    wide = ("dt", "A", "D", "dt_bias", "state")
-    tokens, group = (size.batch, size.seq, size.heads, size.head_dim), (size.batch, size.seq, size.groups, size.state)
-    per_head = (size.heads,)
-    shapes = {"x": tokens, "dt": tokens[:3], "A": per_head, "B": group, "C": group, "D": per_head}
-    shapes |= {"dt_bias": per_head} if size.softplus else {}
+    def structs(shapes: Shapes) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(s, size.dtype if n in NARROW else "float32") for n, s in shapes.items())
 
-    def structs(given: dict[str, tuple[int, ...]]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(s, "float32" if name in wide else size.dtype) for name, s in given.items())
-
-    def scan(*operands: jax.Array) -> jax.Array:
-        given: Any = dict(zip(shapes, operands, strict=True))
-        return mamba2(**given, dt_softplus=size.softplus, implementation=implementation)
+    def forward(*operands: jax.Array) -> jax.Array:
+        return scan(**dict(zip(of_scan, operands, strict=True)), implementation=implementation)
 
     def loss(*operands: jax.Array) -> jax.Array:
-        return scan(*operands).astype("float32").sum()
+        return forward(*operands).astype("float32").sum()
 
-    def step(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given: Any = dict(zip(of_step, operands, strict=True))
-        return mamba2_step(**given, dt_softplus=size.softplus, implementation=implementation)
+    def token(*operands: jax.Array) -> Any:
+        return step(**dict(zip(of_step, operands, strict=True)), implementation=implementation)
 
-    of_step = {"state": (size.batch, *tokens[2:], size.state)}
-    of_step |= {name: shape if len(shape) == 1 else (shape[0], *shape[2:]) for name, shape in shapes.items()}
-    made = {"step": (step, structs(of_step))}
+    made: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = {"step": (token, structs(of_step))}
     if size.seq == 1:
         return made
-    gradient = jax.grad(loss, argnums=tuple(range(len(shapes))))
-    return {"forward": (scan, structs(shapes)), "backward": (gradient, structs(shapes)), **made}
+    gradient = jax.grad(loss, argnums=tuple(range(len(of_scan))))
+    return {"forward": (forward, structs(of_scan)), "backward": (gradient, structs(of_scan)), **made}
+
+
+Shapes = dict[str, tuple[int, ...]]
+Calls = tuple[Callable[..., Any], Shapes, Callable[..., Any], Shapes]  # of the scan and of a step
+NARROW = ("x", "B", "C", "q", "k", "v", "z", "last_v")  # in the size's type; everything else is float32
+
+
+def _mamba2_calls(size: Size) -> Calls:
+    tokens, group = (size.batch, size.seq, size.heads, size.head_dim), (size.batch, size.seq, size.groups, size.state)
+    per_head = (size.heads,)
+    of_scan: Shapes = {"x": tokens, "dt": tokens[:3], "A": per_head, "B": group, "C": group, "D": per_head}
+    of_scan |= {"dt_bias": per_head} if size.softplus else {}
+    of_step: Shapes = {"state": (size.batch, *tokens[2:], size.state)}
+    of_step |= {name: shape if len(shape) == 1 else (shape[0], *shape[2:]) for name, shape in of_scan.items()}
+    softplus = {"dt_softplus": size.softplus}
+    return partial(mamba2, **softplus), of_scan, partial(mamba2_step, **softplus), of_step
+
+
+def _mamba3_calls(size: Size) -> Calls:
+    """A gate and a skip; half of a head's coordinates are rotated."""
+    ranks = (size.rank,) if size.rank > 1 else ()
+    per_rank, bias = (size.heads, size.rank, size.head_dim), (size.heads, *ranks, size.state)
+    value, pairs = (size.heads, size.head_dim), size.state // 4
+    of_token: Shapes = {"q": (*ranks, size.groups, size.state), "k": (*ranks, size.groups, size.state), "v": value}
+    of_token |= {"angles": (size.heads, pairs), "z": value}
+    schedule = ("adt", "dt", "trap")
+    weights: Shapes = {"q_bias": bias, "k_bias": bias, "D": (size.heads,)}
+    weights |= dict.fromkeys(("mimo_v", "mimo_o", "mimo_z"), per_rank) if ranks else {}
+    of_scan = {name: (size.batch, size.seq, *shape) for name, shape in of_token.items()}
+    of_scan |= dict.fromkeys(schedule, (size.batch, size.heads, size.seq)) | weights
+    of_state: Shapes = {"angle": (pairs,), "ssm": (size.head_dim, size.state), "last_k": (*ranks, size.state)}
+    of_state |= {"last_v": (size.head_dim,)}
+    of_step = {name: (size.batch, size.heads, *shape) for name, shape in of_state.items()}
+    of_step |= {name: (size.batch, *shape) for name, shape in of_token.items()}
+    of_step |= dict.fromkeys(schedule, (size.batch, size.heads)) | weights
+    options: dict[str, Any] = {"rotary": "half"} if ranks else {"rotary": "pairwise", "mimo_v": None, "mimo_o": None}
+
+    def step(angle, ssm, last_k, last_v, **given: Any) -> Any:
+        return mamba3_step(Mamba3State(angle, ssm, last_k, last_v), **given, **options)
+
+    return partial(mamba3, **options), of_scan, step, of_step

@@ -152,10 +152,10 @@ def test_choices_outlive_an_edit_of_the_kernels(monkeypatch):
     assert occupancy(choices.FORWARD(PROBLEM)) == 3
 
 
-def test_a_result_names_the_sources_that_it_was_measured_with(monkeypatch):
+def test_a_result_names_the_sources_that_it_was_measured_with():
     made = plan.forward(PROBLEM)
     found = tune.digests(made)
-    assert found.keys() == {"forward"} | found.keys() and tune.is_fresh({"sources": found})
+    assert "forward" in found and tune.is_fresh({"sources": found})
     assert not tune.is_fresh({}) and not tune.is_fresh({"sources": {"mamba2_forward.cu": "0"}})
     assert not tune.is_fresh({"sources": {"mamba1_forward.cu": "0"}})
 
@@ -402,7 +402,8 @@ def test_autotune_measures_anew_what_edited_kernels_have_made_old(bench, monkeyp
     jax_ssd.autotune(function, *operands, progress=False)
     assert not any(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
     change_kernels(monkeypatch)
-    assert all(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
+    found = jax_ssd.autotune(function, *operands, progress=False)
+    assert found and all(one.tried for one in found)
     assert not any(one.tried for one in jax_ssd.autotune(function, *operands, progress=False))
 
 
@@ -515,6 +516,22 @@ def test_the_compile_command(capsys, monkeypatch):
     with config.override(target_arch=()):
         assert command_line.main(["compile", "130m"]) == 1
         assert "JAX_SSD_TARGET_ARCH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["siso_first", "mimo_first"])
+def test_the_compile_command_knows_mamba3(name, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "compile_launches", lambda *_: [SimpleNamespace(registers=32, data=b"elf")])
+    assert command_line.main(["compile", name, "--arch", "sm_90", "--implementation", "cuda"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"sm_90 mamba3_{one} " in said for one in ("forward", "backward", "step")), said
+
+
+def test_the_tune_command_says_what_has_no_choices(capsys, own_file, bench):
+    assert command_line.main(["tune", "siso_first", "--output", str(own_file)]) == 0
+    said = capsys.readouterr().out
+    assert "siso_first forward: nothing to tune" in said and "siso_first backward: nothing to tune" in said
+    assert "mamba3_step cuda" in said
+    assert [record["op"] for record in tune.parse(own_file.read_text())] == ["mamba3_step"]
 
 
 def test_the_bench_command_outside_a_checkout(capsys, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
     python -m jax_ssd compile 130m --arch sm_90
     python -m jax_ssd compile models --arch sm_90 sm_100 --passes forward step
+    python -m jax_ssd compile siso_first mimo_first --arch sm_90
 
 Kernels are compiled for exactly these sizes, so name those that will run; NAME=B,T,G,H,N,P is one of your own.
 """

@@ -3,6 +3,7 @@
     python -m jax_ssd tune 130m 2.7b            what these models run, forward, backward and step
     python -m jax_ssd tune models 'sweep_n128*' every published model, a part of the sweep
     python -m jax_ssd tune mine=2,8192,1,48,128,64
+    python -m jax_ssd tune siso_first           of Mamba-3 the step; its scan and backward have no choices yet
 
 Interrupt it at any time: what was measured is kept, and the next run goes on from there.
 """
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
             search.tuning_device()
             for label, (function, operands) in programs:
                 try:
-                    search.autotune(function, *operands, force=options.force, seconds=options.seconds)
+                    found = search.autotune(function, *operands, force=options.force, seconds=options.seconds)
+                    if not found:
+                        print(f"{label}: nothing to tune, what it runs has no choices yet")
                 except (NotImplementedError, RuntimeError) as error:
                     print(f"{label}: {error}")
                     failed += 1
