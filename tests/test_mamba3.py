@@ -396,6 +396,17 @@ def test_other_boundaries_do_not_compile_again():
     assert scan._cache_size() == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("bounds", [(0, 7, 12, 15), (2, 7, 12, 40), (0, 12, 7, 19), (5, -3, 30, 0)])
+def test_traced_boundaries_that_are_not_sound(bounds, mamba3):
+    """Nobody can refuse them; they are cut to what a sound call may have."""
+    arrays = case(batch=1, initial=True, sequences=3)
+    sound = np.array([0, *np.maximum.accumulate(np.clip(bounds[1:-1], 0, 19)), 19])
+    y, state = jax.jit(lambda b: mamba3(**arrays, cu_seqlens=b, return_final_state=True))(np.array(bounds))
+    expected, expected_state = oracle.packed(sound, **wide(arrays))
+    assert error(y, expected) < 1e-5
+    assert state_error(state, expected_state) < 1e-5
+
+
 def token(arrays: dict, t: int) -> dict:
     def squeezed(name, array):
         if array is None or name not in ("q", "k", "v", "z", "angles", "adt", "dt", "trap"):

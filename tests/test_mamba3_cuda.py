@@ -1,12 +1,17 @@
 """The Mamba-3 forward kernels' own source, run on the CPU by an emulator, against float64."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import jax_ssd
+from jax_ssd import config
 from jax_ssd.mamba3 import plan
-from tests import cuda_emulator
+from tests import cuda_emulator, emulation
 from tests.mamba3_calls import CALLS, POISONED, Call, errors
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
@@ -49,3 +54,44 @@ def test_a_nan_decay_does_not_reach_earlier_tokens(dtype, token):
     call = dataclasses.replace(call, poison=("adt", (0, 1, token)))
     y = np.isnan(np.asarray(emulated(call)[0], np.float32))
     assert not y[:, :, 0].any() and not y[0, :token, 1].any() and y[0, token:, 1].all()
+
+
+@pytest.mark.parametrize(
+    ("sound", "given"),
+    [((0, 10, 40), (0, 10, 30)), ((0, 10, 40), (3, 10, 90)), ((0, 0, 40), (-7, -9, 0)), ((0, 10, 10, 40), (10,) * 4)],
+)
+def test_only_bounds_between_sequences_are_read(sound, given):
+    call = Call("packed", batch=1, seq=40, heads=2, groups=1, cu_seqlens=sound)
+    made = planned(call)
+    operands = call.operands()
+    expected = cuda_emulator.run(made, operands)
+    found = cuda_emulator.run(made, {**operands, "cu_seqlens": np.asarray([given], np.int32)})
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(found[name], np.float32), np.asarray(array, np.float32), name)
+
+
+@pytest.mark.parametrize("bounds", [(0, 200, 100, 150, 300), (0, 290, 7, 7, 20), (0, 128, -3, 900, 300)])
+def test_bounds_out_of_order_end(bounds):
+    call = Call("packed", batch=1, seq=300, heads=2, groups=1, segments=3, cu_seqlens=(0, 100, 150, 200, 300))
+    operands = {**call.operands(), "cu_seqlens": np.asarray([bounds], np.int32)}
+    assert cuda_emulator.run(planned(call), operands)["y"].shape == (1, 300, 2, 16)
+
+
+def test_traced_boundaries_that_are_not_sound(monkeypatch):
+    arrays: dict[str, Any] = Call(
+        "packed", batch=1, seq=40, heads=2, groups=1, rank=1, dtype="float32", options=""
+    ).operands()
+    given = arrays | {name: arrays[name][:, :, 0] for name in ("q", "k")}
+    given |= {name: arrays[name][0, :, 0] for name in ("q_bias", "k_bias")} | {"mimo_v": None, "mimo_o": None}
+    emulation.emulate(monkeypatch)
+
+    def scan(implementation, bounds):
+        options: dict[str, Any] = {"implementation": implementation, "precision": "highest"}
+        return jax_ssd.mamba3(**given, cu_seqlens=bounds, return_final_state=True, **options)
+
+    by_kernels, by_xla = (jax.jit(functools.partial(scan, name)) for name in ("cuda", "xla"))
+    with config.override(target_arch="sm_90"):
+        for bounds in ((0, 10, 25, 30), (0, 30, 10, 60), (4, -3, 50, 0)):
+            results, expected = (jax.tree.leaves(call(np.array(bounds))) for call in (by_kernels, by_xla))
+            for got, want in zip(results, expected, strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

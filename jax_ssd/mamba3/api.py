@@ -157,7 +157,9 @@ def mamba3(
         axis is the sequences.
       cu_seqlens: [sequences + 1] integers: packed sequences, v being [1, seq, heads, head_dim]. Sequence j is tokens
         cu_seqlens[j] to cu_seqlens[j + 1] - 1; from 0 to seq, never decreasing. An empty sequence passes its state
-        through. The boundaries are data: other ones do not compile again. None: one sequence per row.
+        through. The boundaries are data: other ones do not compile again. Where they are traced nobody can refuse them:
+        then the first is taken as 0, the last as seq, and the others as the largest up to there, within 0 to seq. None:
+        one sequence per row.
       return_final_state: also return the state after the last token (of each sequence).
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
@@ -512,7 +514,11 @@ def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
             f"{values.tolist()}; pass np.cumsum of the lengths with a 0 before it."
         )
     sizes["sequences"] = bounds.shape[0] - 1
-    return bounds.astype(jnp.int32)[None]
+    bounds = bounds.astype(jnp.int32)
+    if values is None:  # nobody can say then whether they are sound: every implementation makes the same of them
+        inner = jax.lax.cummax(jnp.clip(bounds[1:-1], 0, sizes["seq"]))
+        bounds = jnp.concatenate([jnp.zeros_like(bounds[:1]), inner, jnp.full_like(bounds[:1], sizes["seq"])])
+    return bounds[None]
 
 
 def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str) -> None:

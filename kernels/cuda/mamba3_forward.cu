@@ -67,8 +67,13 @@ struct Place {
   int row, head, segment;
   int sequence, first, end;  // the sequence's number and tokens
 
-  // The sequence, not an empty one, that token t belongs to; the bounds of a row begin at `bounds`.
-  __device__ void find(const int* bounds, int sequences, int t) {
+  // Where sequence j begins; the bounds of a row begin at `bounds`. Only those between two sequences are read.
+  static __device__ int start_of(int j, const int* bounds, int sequences, int seq) {
+    return j == 0 ? 0 : j == sequences ? seq : min(max(bounds[j], 0), seq);
+  }
+
+  // The sequence, not an empty one, that token t belongs to. Whatever the bounds are, first <= t < end.
+  __device__ void find(const int* bounds, int sequences, int t, int seq) {
     int low = 0, high = sequences;  // the last sequence that begins at t or before
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -79,8 +84,8 @@ struct Place {
       }
     }
     sequence = low;
-    first = bounds[low];
-    end = bounds[low + 1];
+    first = start_of(low, bounds, sequences, seq);
+    end = start_of(high, bounds, sequences, seq);
   }
 };
 
@@ -228,7 +233,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   const int end = (at.segment + 1) * segment_tokens;
   int t = at.segment * segment_tokens;
   if constexpr (O::kPacked) {
-    at.find(cu_seqlens + (long long)at.row * (sequences + 1), sequences, end);
+    at.find(cu_seqlens + (long long)at.row * (sequences + 1), sequences, end, seq);
     if (at.first >= end) return;  // what follows begins anew
     t = max(t, at.first);
   }
@@ -345,7 +350,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   int t = at.segment * segment_tokens;
   const int end = min(seq, t + segment_tokens);
   const int* bounds = cu_seqlens + (long long)at.row * (sequences + 1);
-  if constexpr (O::kPacked) at.find(bounds, sequences, t);
+  if constexpr (O::kPacked) at.find(bounds, sequences, t, seq);
 
   Arrays<S> in{};
   in.trap = trap, in.dt = dt;
@@ -387,7 +392,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   if constexpr (O::kPacked && O::kFinalState) {
     if (at.segment == 0) {  // an empty sequence passes its state through
       for (int j = 0; j < sequences; ++j) {
-        if (bounds[j] != bounds[j + 1]) continue;
+        if (at.start_of(j, bounds, sequences, seq) != at.start_of(j + 1, bounds, sequences, seq)) continue;
         const long long state = ((long long)at.row * sequences + j) * S::kHeads + at.head;
         const auto pass = [&](float* to, const float* from, int size) {
           for (int i = threadIdx.x; i < size; i += kThreads) {
@@ -743,7 +748,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       }
       if constexpr (O::kPacked) {
         if (t < end) {
-          at.find(bounds, sequences, t);
+          at.find(bounds, sequences, t, seq);
           __syncthreads();
         }
       }
