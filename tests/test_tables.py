@@ -13,13 +13,18 @@ import pytest
 from jax_ssd import config, tune
 from jax_ssd.mamba2 import choices
 from jax_ssd.mamba2.problem import Problem
-from tests import cuda_emulator, scan_float64, tile_emulator
+from jax_ssd.mamba3 import choices as mamba3_choices
+from tests import cuda_emulator, mamba3_steps, scan_float64, tile_emulator
 from tests.gradients_float64 import gradients
 from tests.scan_float64 import error, problem, random_operands
 from tests.test_kernels_backward import operands_of
 from tests.test_kernels_step import split
 
-TUNABLES = {(t.op, t.implementation): t for t in vars(choices).values() if isinstance(t, tune.Tunable)}
+TUNABLES = {
+    (t.op, t.implementation): t
+    for t in (*vars(choices).values(), *vars(mamba3_choices).values())
+    if isinstance(t, tune.Tunable)
+}
 TOLERANCE = {"float32 highest": 3e-6, "float32 default": 1.2e-3, "float16": 1e-3, "bfloat16": 8e-3}
 
 
@@ -31,22 +36,38 @@ def entries() -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield arch, record, implementation
 
 
-def choice_of(tunable: tune.Tunable, p: Problem, result: dict[str, Any]) -> Any:
+def choice_of(tunable: tune.Tunable, p: Any, result: dict[str, Any]) -> Any:
     return dataclasses.replace(tunable.heuristic(p), **result["choice"])
 
 
-def problem_of(record: dict[str, Any], **changes: Any) -> Problem:
-    told = {name: value for name, value in record["problem"].items() if name != "dt_limit"}
-    return problem(**told, **changes)
+def problem_of(op: str, told: dict[str, Any]) -> Any:
+    """The problem that a record of an op describes."""
+    if op == "mamba3_step":
+        return mamba3_step_of(told)
+    return problem(**{name: value for name, value in told.items() if name != "dt_limit"})
 
 
-def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any]) -> tuple[Problem, Any]:
+def mamba3_step_of(told: dict[str, Any]) -> Any:
+    """Records name the operands without their types; those of a state are the default ones."""
+    names = told["operands"].split()
+    sizes = ("batch", "heads", "head_dim", "groups", "state", "pairs", "dtype", "param_rows", "rotary")
+    options = {"fold": "mimo_o", "gate": "z", "skip": "D", "norm": "norm_weight"}
+    p = mamba3_steps.step_problem(
+        rank=told["rank"] if "mimo_v" in names else None,
+        **{name: told[name] for name in sizes},
+        **{option: name in names for option, name in options.items()},
+    )
+    same = {name: told[name] for name in ("norm_eps", "return_final_state", "chunk_size", "precision")}
+    return dataclasses.replace(p, operands=tuple(p.given[name] for name in names), **same)
+
+
+def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
     """A problem of few tokens and heads for the record's kernels, and the choice made at the record's own size."""
-    choice = choice_of(tunable, problem_of(record), result)
+    choice = choice_of(tunable, problem_of(tunable.op, record["problem"]), result)
     seq = 1 if tunable.op.endswith("step") else 2 * getattr(choice, "chunk", 64) + 1
     for heads in (1, 2, 4, 8, 16, 32):
         told = record["problem"] | {"batch": 1, "seq": seq, "heads": heads, "groups": 1, "return_final_state": True}
-        p = problem_of({"problem": told})
+        p = problem_of(tunable.op, told)
         try:
             tunable.make(p, choice)
         except (ValueError, NotImplementedError):
@@ -67,13 +88,14 @@ def test_there_is_a_table_and_it_says_where_it_comes_from():
         assert result["us"] <= result["heuristic_us"]
         assert {"date", "device", "driver", "versions", "command"} <= set(result["provenance"])
         assert "/" not in result["provenance"]["command"]
+        assert result["sources"]
 
 
 def test_every_entry_is_planned_for_its_own_problem():
     with config.override(tuning_file="off"):
         for arch, record, implementation in entries():
             tunable = TUNABLES[record["op"], implementation]
-            p = problem_of(record)
+            p = problem_of(record["op"], record["problem"])
             chosen = tunable.choice(p, arch)
             assert chosen == choice_of(tunable, p, record["results"][implementation])
             tunable.make(p, chosen).check(arch)
@@ -85,37 +107,72 @@ def distinct() -> list[Any]:
     for _, record, implementation in entries():
         result = record["results"][implementation]
         shared = [record["problem"].get(name) for name in tune.SHARED]
-        choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record), result)
+        choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record["op"], record["problem"]), result)
         found.setdefault(str((record["op"], shared, choice)), (record, result, implementation))
     return [pytest.param(*entry, id=f"{entry[0]['op']}-{number}") for number, entry in enumerate(found.values())]
 
 
-def operands_and_expected(p: Problem, op: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Random operands of a kernel's plan by name, and its results in float64."""
-    if op.endswith("step"):
+def operands_for(p: Any, op: str) -> dict[str, np.ndarray]:
+    """Random operands of a kernel's plan by name."""
+    if op == "mamba3_step":
+        return mamba3_steps.random_operands(p)
+    if op == "mamba2_step":
+        return split(p, random_operands(dataclasses.replace(p, has_initial_state=True)))
+    return operands_of(p) if op == "mamba2_backward" else random_operands(p)
+
+
+def expected_of(p: Problem, op: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The results of a kernel of Mamba-2 in float64."""
+    if op == "mamba2_step":
         whole = dataclasses.replace(p, has_initial_state=True)
-        operands = random_operands(whole)
-        scanned = scan_float64.scan(whole, operands)
-        return split(p, operands), {"y": scanned["y"][:, 0], "new_state": scanned["final_state"]}
-    if op.endswith("backward"):
-        operands = operands_of(p)
-        return operands, gradients(p, operands)
-    operands = random_operands(p)
-    return operands, scan_float64.scan(p, operands)
+        scanned = scan_float64.scan(whole, random_operands(whole))
+        return {"y": scanned["y"][:, 0], "new_state": scanned["final_state"]}
+    return gradients(p, operands) if op == "mamba2_backward" else scan_float64.scan(p, operands)
 
 
-def check(p: Problem, got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def check(p: Any, op: str, operands: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> None:
+    """That results by name are those of the op."""
+    if op == "mamba3_step":
+        mamba3_steps.check(p, operands, got)
+        return
     kind = f"float32 {p.precision}" if p.dtype == "float32" else p.dtype
+    expected = expected_of(p, op, operands)
     for name, value in got.items():
         assert error(value, expected[name]) < TOLERANCE[kind], name
 
 
-@pytest.mark.parametrize(("record", "result", "implementation"), distinct())
-def test_every_choice_is_right(record, result, implementation):
+def emulate(record: dict[str, Any], result: dict[str, Any], implementation: str) -> None:
+    """Runs a choice at a small size in an emulator and checks what comes out."""
     emulator = {"cutile": tile_emulator, "cuda": cuda_emulator}[implementation]
     if emulator is cuda_emulator and cuda_emulator.missing():
         pytest.skip(str(cuda_emulator.missing()))
     tunable = TUNABLES[record["op"], implementation]
     p, choice = small(tunable, record, result)
-    operands, expected = operands_and_expected(p, record["op"])
-    check(p, emulator.run(tunable.make(p, choice), operands), expected)
+    operands = operands_for(p, record["op"])
+    check(p, record["op"], operands, emulator.run(tunable.make(p, choice), operands))
+
+
+@pytest.mark.parametrize(("record", "result", "implementation"), distinct())
+def test_every_choice_is_right(record, result, implementation):
+    emulate(record, result, implementation)
+
+
+# What no shipped table may hold yet.
+FUTURE = [
+    (mamba3_steps.step_problem(**{**mamba3_steps.MODEL, "rank": 4}), "mamba3_step", "cuda", {"rows": 2}),
+    (mamba3_steps.step_problem(**mamba3_steps.SHAPES["siso"]), "mamba3_step", "cuda", {"threads": 64}),
+    (problem(dtype="bfloat16", seq=1000, state=32), "mamba2_forward", "cutile", {"chunk": 32, "occupancy": 3}),
+    (problem(dtype="bfloat16", seq=1000, state=32), "mamba2_backward", "cutile", {"chunk": 32, "segments": 2}),
+    (problem(dtype="bfloat16", seq=1, state=32, heads=8), "mamba2_step", "cutile", {"head_block": 1}),
+]
+
+
+@pytest.mark.parametrize(("p", "op", "implementation", "choice"), FUTURE, ids=[f"{op}-{c}" for _, op, _, c in FUTURE])
+def test_every_tunable_op_can_have_a_record(p, op, implementation, choice, monkeypatch):
+    result = {"choice": choice, "us": 1.0, "heuristic_us": 1.0}
+    record = {"op": op, "arch": "sm_90", "problem": tune.describe(p), "results": {implementation: result}}
+    (record,) = tune.parse(tune.dump([record]))
+    assert problem_of(op, record["problem"]) == p
+    monkeypatch.setattr(tune, "shipped", lambda arch: (record,) if arch == "sm_90" else ())
+    test_every_entry_is_planned_for_its_own_problem()
+    emulate(record, result, implementation)

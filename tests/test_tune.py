@@ -310,13 +310,15 @@ def test_the_faster_implementation_comes_first_where_none_is_asked_for(times, fi
 @pytest.mark.parametrize("far", [{"batch": 16}, {"seq": 1 << 14}], ids=str)
 def test_only_times_near_by_order_implementations(far):
     p = dataclasses.replace(PROBLEM, **far)
-    store(us=10), store(us=12, implementation="cuda")
+    store(us=10)
+    store(us=12, implementation="cuda")
     assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", PROBLEM)[0] == "cutile"
     assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", p) == dispatch.DEFAULT
 
 
 def test_times_of_other_kernels_order_nothing(monkeypatch):
-    store(us=10), store(us=12, implementation="cuda")
+    store(us=10)
+    store(us=12, implementation="cuda")
     change_kernels(monkeypatch)
     assert tune.fastest_first(dispatch.DEFAULT, "mamba2_forward", PROBLEM) == dispatch.DEFAULT
 
