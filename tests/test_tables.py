@@ -51,12 +51,9 @@ def mamba3_step_of(told: dict[str, Any]) -> Any:
     """Records name the operands without their types; those of a state are the default ones."""
     names = told["operands"].split()
     sizes = ("batch", "heads", "head_dim", "groups", "state", "pairs", "dtype", "param_rows", "rotary")
-    options = {"fold": "mimo_o", "gate": "z", "skip": "D", "norm": "norm_weight"}
-    p = mamba3_steps.step_problem(
-        rank=told["rank"] if "mimo_v" in names else None,
-        **{name: told[name] for name in sizes},
-        **{option: name in names for option, name in options.items()},
-    )
+    options: dict[str, Any] = {name: told[name] for name in sizes}
+    options |= {"fold": "mimo_o" in names, "gate": "z" in names, "skip": "D" in names, "norm": "norm_weight" in names}
+    p = mamba3_steps.step_problem(rank=told["rank"] if "mimo_v" in names else None, **options)
     same = {name: told[name] for name in ("norm_eps", "return_final_state", "chunk_size", "precision")}
     return dataclasses.replace(p, operands=tuple(p.given[name] for name in names), **same)
 
