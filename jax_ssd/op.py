@@ -40,6 +40,7 @@ class Definition:
         reason if there are no kernels for the call.
       padding: (spec, implementation, operand avals) -> the sizes that the kernels want axes padded to, by letter. Zeros
         there must not change the results elsewhere.
+      optional: letters of axes that may have size zero in a call that is not empty.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Definition:
     plain: Callable[[Any, str], Function]
     plan: Callable[[Any, str, Sequence[ShapedArray]], Plan]
     padding: Callable[[Any, str, Sequence[ShapedArray]], Mapping[str, int]] = lambda spec, name, avals: {}
+    optional: str = ""
 
 
 DEFINITIONS: dict[str, Definition] = {}
@@ -131,7 +133,7 @@ def _gpus(context: mlir.LoweringRuleContext) -> list | None:
 def preferences(definition: Definition, spec, platform: str, avals) -> tuple[str, ...]:
     """The implementations to try, most wanted first: where none was asked for, what was measured decides the order."""
     names = spec.implementation
-    if platform != "cuda" or names != dispatch.DEFAULT or any(0 in aval.shape for aval in avals):
+    if platform != "cuda" or names != dispatch.DEFAULT or is_empty(definition, spec, avals):
         return names
     for name in dispatch.KERNELS:
         with tune.recorded() as calls, contextlib.suppress(NotImplementedError):
@@ -162,7 +164,7 @@ def kernel_plan(
 ) -> Plan | None:
     """The plan of an implementation's kernels, checked against the architecture but not compiled.
 
-    None where nothing is to be launched: for a pure JAX implementation, and where an axis has size zero.
+    None where nothing is to be launched: for a pure JAX implementation, and for an empty call.
     devices: the GPUs that the program is for, all of which must take it. None while it is not known which of those here
     they will be (in tracing): then one that takes it is enough.
 
@@ -176,7 +178,7 @@ def kernel_plan(
             f"its kernels run on NVIDIA GPUs, and this program is compiled for {platform!r}; run it on a GPU, or "
             "choose 'xla'."
         )
-    if any(0 in aval.shape for aval in avals):
+    if is_empty(definition, spec, avals):
         return None
     plan = definition.plan(spec, name, padded_avals(definition, spec, name, avals))
     if devices is None:
@@ -188,6 +190,16 @@ def kernel_plan(
     if missing is not None:
         raise NotImplementedError(missing)
     return plan
+
+
+def is_empty(definition: Definition, spec, avals: Sequence[ShapedArray]) -> bool:
+    """Whether an axis has size zero that leaves kernels nothing to do."""
+    letters, _ = definition.letters(spec)
+    return any(
+        size == 0 and letter not in definition.optional
+        for axes, aval in zip(letters, avals, strict=True)
+        for letter, size in zip(axes, aval.shape, strict=True)
+    )
 
 
 def _check_any(plan: Plan, archs: Sequence[str]) -> None:

@@ -671,6 +671,25 @@ def test_dispatch_paths_shows_it():
     assert "this op has no cuTile kernels" in path.refusals["cutile"]
 
 
+def test_no_rotated_pairs_are_a_call_like_others():
+    arrays = case(rank=None, pairs=0, head_dim=16, state=16, initial=True)
+    first = {name: array for name, array in token(arrays, 0).items() if name != "initial_state"}
+
+    def call(implementation=None):
+        return jax_ssd.mamba3(**arrays, return_final_state=True, implementation=implementation)
+
+    def one(implementation=None):
+        return jax_ssd.mamba3_step(arrays["initial_state"], **first, implementation=implementation)
+
+    for run, op in ((call, "mamba3_forward"), (one, "mamba3_step")):
+        with pytest.raises(NotImplementedError, match="at least one rotated pair, got none"):
+            run("cuda")
+        (path,) = jax_ssd.dispatch_paths(run, platform="cuda")
+        assert (path.op, path.implementation) == (op, "xla")
+        assert "at least one rotated pair, got none" in path.refusals["cuda"]
+        assert jax.tree.all(jax.tree.map(lambda a: np.isfinite(a).all(), run()))
+
+
 # The schedule.
 
 

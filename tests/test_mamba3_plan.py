@@ -102,6 +102,7 @@ def test_segments_cover_the_row():
         ({"state": 4, "pairs": 2}, "multiple of 8, up to 256, got 4"),
         ({"state": 512}, "multiple of 8, up to 256, got 512"),
         ({"rank": 3}, "rank of 1, 2, 4 or 8 .*, got 3"),
+        ({"pairs": 0}, "at least one rotated pair, got none"),
     ],
 )
 def test_refusals_name_limit_and_figure(changes, words):

@@ -194,11 +194,13 @@ def _planned(plans):
     return lambda spec, name, avals: op.kernels_of(name, plans)(spec, avals)
 
 
-FORWARD = op.Definition("mamba3_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(FORWARD_PLANS))
-BACKWARD = op.Definition(
-    "mamba3_backward", _backward_letters, _backward_abstract, _backward_plain, _planned(BACKWARD_PLANS)
+FORWARD = op.Definition(
+    "mamba3_forward", _forward_letters, _forward_abstract, _forward_plain, _planned(FORWARD_PLANS), optional="a"
 )
-STEP = op.Definition("mamba3_step", _step_letters, _step_abstract, _step_plain, _planned(STEP_PLANS))
+BACKWARD = op.Definition(
+    "mamba3_backward", _backward_letters, _backward_abstract, _backward_plain, _planned(BACKWARD_PLANS), optional="a"
+)
+STEP = op.Definition("mamba3_step", _step_letters, _step_abstract, _step_plain, _planned(STEP_PLANS), optional="a")
 
 forward = op.define(FORWARD)
 backward = op.define(BACKWARD)

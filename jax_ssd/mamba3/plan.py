@@ -74,6 +74,10 @@ def check_supported(problem: Problem) -> None:
             f"the CUDA kernels of Mamba-3 take a rank of 1, 2, 4 or 8 (no token's ranks in two tiles), got {p.rank}; "
             "use implementation='xla'"
         )
+    if p.pairs < 1:
+        raise NotImplementedError(
+            "the CUDA kernels of Mamba-3 take at least one rotated pair, got none; use implementation='xla'"
+        )
     for name, size, most in (("head_dim", p.head_dim, LARGEST_HEAD_DIM), ("state", p.state, LARGEST_STATE)):
         if size % 8 or size > most:
             raise NotImplementedError(
