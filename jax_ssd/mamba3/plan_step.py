@@ -15,6 +15,7 @@ LANES = 32
 TILE = 32  # floats of S in the registers of one thread, at most
 MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
+MOST_BLOCKS = 2**31 - 1  # one for each head of each row
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
 # Matrices that a large L2 cache keeps from one token to the next are not to pass it by. Beyond, passing it by was 5 %
 # faster on an H200 at 134 MB and 5 % slower at 537 MB.
@@ -76,7 +77,7 @@ def shared_bytes(problem: Problem, rows: int) -> int:
     """What a block needs of shared memory."""
     p = problem
     padded = math.ceil(p.head_dim / rows) * rows
-    return 4 * (2 * max(1, p.pairs) + p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim))
+    return 4 * (2 * p.pairs + p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim))
 
 
 def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
@@ -130,6 +131,13 @@ def _check_supported(p: Problem) -> None:
                 f"the step kernel takes {name.replace('_', '.')} in float32, got {p.given[name].dtype}; use "
                 "implementation='xla'"
             )
+    if p.pairs < 1:
+        raise NotImplementedError("the step kernel takes at least one rotated pair, got none; use implementation='xla'")
+    if p.batch * p.heads > MOST_BLOCKS:
+        raise NotImplementedError(
+            f"the step kernel takes up to {MOST_BLOCKS:,} heads in a batch, got {p.batch * p.heads:,}; use "
+            "implementation='xla'"
+        )
     if row_floats(p) > TILE:
         raise NotImplementedError(
             f"the step kernel takes a state size up to {LANES * TILE}, got {p.state}; use implementation='xla'"
