@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MAX_SHARED_MEMORY, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_forward.cu"
@@ -22,7 +22,6 @@ LARGEST_HEAD_DIM = 128  # two teams of four warps, 64 columns each
 LARGEST_STATE = 256  # what a thread's registers hold of 64 columns' state
 WARPGROUP_STATES = (64, 128)
 WARPGROUP_ROWS = 64
-MULTIPROCESSORS = 132  # of an H100 or H200
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
 MOST_SEGMENTS = 64  # a block sums up all the segments before its own
 
@@ -195,7 +194,7 @@ class _Forward:
             self.scratch = (
                 Buffer("ends", (*ends, p.head_dim, p.state), "float32"),
                 Buffer("decays", ends, "float32"),
-                Buffer("phases", (*ends, p.pairs), "uint32"),
+                Buffer("phases", (*ends, 2, p.pairs), "uint32"),
             )
         self.present = {buffer.name for buffer in (*p.operands, *self.results, *self.scratch)}
 

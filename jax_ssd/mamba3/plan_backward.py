@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
@@ -20,7 +20,6 @@ LARGEST_HEAD_DIM = 128
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
 WALK_COLUMNS = 64  # of the state, of one block
 WALK_THREADS, CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 512, 256, 1024, 256
-MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_PARTS = 8
 GRID_ROWS = 65_535
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
