@@ -95,3 +95,18 @@ def test_traced_boundaries_that_are_not_sound(monkeypatch):
             results, expected = (jax.tree.leaves(call(np.array(bounds))) for call in (by_kernels, by_xla))
             for got, want in zip(results, expected, strict=True):
                 np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "segments"),
+    [("angles", (0, 20, 1, 2), 1), ("angles", (0, 20, 1, 2), 3), ("state_angle", (0, 0, 1, 2), 1)],
+)
+def test_a_lost_phase_is_nan_in_the_state(name, where, segments):
+    call = Call("lost", batch=1, seq=70, heads=2, groups=1, rank=1, options="Ds", segments=segments)
+    call = dataclasses.replace(call, poison=(name, where), dtype="float32")
+    y, angle, ssm, k, _ = (np.isnan(np.asarray(array)) for array in emulated(call))
+    truth = call.truth()
+    np.testing.assert_array_equal(y, np.isnan(truth[0]))
+    np.testing.assert_array_equal(angle, np.isnan(truth[1]))
+    np.testing.assert_array_equal(k, np.isnan(truth[3]))
+    assert ssm[:, :, 1].all() and not ssm[:, :, 0].any()

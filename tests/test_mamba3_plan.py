@@ -67,7 +67,7 @@ def test_sizes_of_the_plan():
     assert shapes["y"] == (4, 2048, 32, 64)
     assert shapes["final_ssm"] == (4, 1, 32, 64, 128)
     assert shapes["ends"] == (4, 32, 2, 64, 128)
-    assert shapes["phases"] == (4, 32, 2, 32)
+    assert shapes["phases"] == (4, 32, 2, 2, 32)
 
 
 def test_a_full_grid_is_one_launch():

@@ -194,7 +194,7 @@ class _Forward:
             self.scratch = (
                 Buffer("ends", (*ends, p.head_dim, p.state), "float32"),
                 Buffer("decays", ends, "float32"),
-                Buffer("phases", (*ends, p.pairs), "uint32"),
+                Buffer("phases", (*ends, 2, p.pairs), "uint32"),
             )
         self.present = {buffer.name for buffer in (*p.operands, *self.results, *self.scratch)}
 

@@ -140,15 +140,10 @@ struct Walk {
     }
   }
 
-  // The phases that a sequence begins with, to shared memory.
-  static __device__ void begin_phases(unsigned* phases, const Arrays<S>& in, const Place& at, int sequences) {
-    for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
-      phases[pair] = 0;
-      if constexpr (O::kInitialState) {
-        const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
-        phases[pair] = phase_of_radians(in.state_angle[state * S::kPairs + pair]);
-      }
-    }
+  // The angles that a sequence begins with; null for zeros.
+  static __device__ const float* begin_angles(const Arrays<S>& in, const Place& at, int sequences) {
+    if constexpr (!O::kInitialState) return nullptr;
+    return in.state_angle + (((long long)at.row * sequences + at.sequence) * S::kHeads + at.head) * S::kPairs;
   }
 
   // S = decay S + V' diag(kept) K, by the tensor cores of every GPU.
@@ -210,7 +205,8 @@ struct EndsMemory {
 };
 
 // One block for each row, head and segment but the last: the state at the segment's end, [head_dim][state], its decay,
-// and its phases. They start from zero, or from the sequence's state if it begins in the segment.
+// and its phases, and which of them are lost. They start from zero, or from the sequence's state if it begins in the
+// segment.
 template <class S, class T, class O>
 __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     mamba3_segment_ends(const typename S::Value* k, const typename S::Value* v, const float* k_bias,
@@ -248,7 +244,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   const typename H::Table table(memory + Memory::kTable);
   typename H::Weights& weights = *reinterpret_cast<typename H::Weights*>(memory + Memory::kWeights);
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
-  unsigned* begun = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
+  unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
   if constexpr (O::kWeighted) {
     for (int i = threadIdx.x; i < S::kRank * S::kHeadDim; i += H::kThreads) {
@@ -259,25 +255,27 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   table.template fill<H::kThreads>();
 
   float s[H::kSizeState];
+  const float* begin = nullptr;
   if (t == at.first) {
-    W::begin_phases(begun, in, at, sequences);
+    begin = W::begin_angles(in, at, sequences);
     W::begin_state(s, in, at, sequences, schedule + t, weights_v);
   } else {
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
   }
-  __syncthreads();
   PhaseWalk<S, T::kTokens, H::kThreads> walk;
-  walk.begin(begun);
+  bool found = !walk.begin(begin, lost);
+  if (found) bad[0] = 1;
+  __syncthreads();
   double decay = 0.0;
-  for (; t < end; t += T::kTokens) {
+  for (; t < end; t += T::kTokens, found = false) {
     const int count = min(T::kTokens, end - t);
     const long long token = (long long)at.row * seq + t;
     if (threadIdx.x < 32) {
       make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count,
                                t + count < at.end);
     }
-    bool found = walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
+    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
     found |= stage_values<S, H::kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v,
                                                         count, values, bad);
     __syncthreads();
@@ -285,7 +283,10 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     const KeySource<S> source{nullptr, k + (token * (S::kRank * S::kGroups) + group) * S::kState, nullptr,
                               k_bias + parameters * (S::kRank * S::kState)};
     found |= stage_keys<S, T::kTokens, H::kThreads, false>(source, table, count, keys, keys, bad, -1, nullptr);
-    if (__syncthreads_or(found)) W::poison(weights, bad);
+    if (__syncthreads_or(found)) {
+      W::poison(weights, bad);
+      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
+    }
     decay += static_cast<double>(weights.sum[T::kTokens - 1]) + static_cast<double>(weights.rest[T::kTokens - 1]);
     W::update_state(s, values, keys, weights);
     __syncthreads();
@@ -297,7 +298,10 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   if (threadIdx.x % 32 < 8) {
 #pragma unroll
     for (int set = 0; set < walk.kSets; ++set) {
-      if (walk.pair(set) < S::kPairs) phases[to * S::kPairs + walk.pair(set)] = walk.phase[set];
+      const int pair = walk.pair(set);
+      if (pair >= S::kPairs) continue;
+      phases[2 * to * S::kPairs + pair] = walk.phase[set];
+      phases[(2 * to + 1) * S::kPairs + pair] = lost[pair];
     }
   }
 }
@@ -368,7 +372,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   constexpr int kRanked = S::kRank * S::kHeadDim;
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
   float *weights_o = weights_v + kRanked, *weights_z = weights_o + kRanked, *weights_norm = weights_z + kRanked;
-  unsigned* begun = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
+  unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
   float* squares = reinterpret_cast<float*>(memory + Memory::kSquares);
   float* out = reinterpret_cast<float*>(memory + Memory::kOut);
@@ -401,7 +405,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         };
         for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
           const float angle = O::kInitialState ? state_angle[state * S::kPairs + pair] : 0.0f;
-          final_angle[state * S::kPairs + pair] = radians_of_phase(phase_of_radians(angle));
+          final_angle[state * S::kPairs + pair] = radians_of_phase(phase_of_radians(angle)) + (angle - angle);
         }
         pass(final_ssm, state_ssm, S::kHeadDim * S::kState);
         pass(final_k, state_k, S::kRank * S::kState);
@@ -419,13 +423,13 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     const int from = at.first / segment_tokens;
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
-    for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) begun[pair] = 0;
+    for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) lost[pair] = 0;  // their phases for now
     for (int j = from; j < at.segment; ++j) {
       const long long of = head * (segments - 1) + j;
       for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
         const int to = table.place(0, pair);
-        sincos_of_phase(begun[pair], table.sine[to], table.cosine[to]);
-        begun[pair] += phases[of * S::kPairs + pair];
+        sincos_of_phase(lost[pair], table.sine[to], table.cosine[to]);
+        lost[pair] += phases[2 * of * S::kPairs + pair];
       }
       __syncthreads();
       const float decay = j == from ? 0.0f : decays[of];
@@ -443,16 +447,23 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       });
       __syncthreads();
     }
-    walk.begin(begun);
+    walk.begin(lost);
+    if (__syncthreads_or(s[0] != s[0])) {
+      for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
+        for (int j = from; j < at.segment; ++j)
+          lost[pair] |= phases[(2 * (head * (segments - 1) + j) + 1) * S::kPairs + pair];
+      }
+      __syncthreads();
+    }
   }
 
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, team = threadIdx.x / 128;
   while (t < end) {
+    bool found = false;
     if (t == at.first) {
-      W::begin_phases(begun, in, at, sequences);
       W::begin_state(s, in, at, sequences, schedule + t, weights_v);
-      __syncthreads();
-      walk.begin(begun);
+      found = !walk.begin(W::begin_angles(in, at, sequences), lost);
+      if (found) bad[0] = 1;
     }
     const int count = min(T::kTokens, min(end, at.end) - t);
     const bool last = t + count == at.end;
@@ -463,7 +474,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     if (threadIdx.x < 32) {
       make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count, !last);
     }
-    bool found = walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
+    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
     found |= stage_values<S, kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v, count,
                                                      values, bad);
 #pragma unroll
@@ -481,7 +492,10 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         source, table, count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
         O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
     if constexpr (T::kWarpgroup) fence_async_proxy();
-    if (__syncthreads_or(found)) W::poison(weights, bad);
+    if (__syncthreads_or(found)) {
+      W::poison(weights, bad);
+      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
+    }
     for (int c = threadIdx.x; c < T::kTokens; c += kThreads) {  // lines that are wanted soon
       const long long now = (token + c) * S::kHeads + at.head, next = now + (long long)count * S::kHeads;
       if constexpr (O::kGate) {
@@ -736,9 +750,17 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         if (lane < 8) {
 #pragma unroll
           for (int set = 0; set < walk.kSets; ++set) {
-            if (walk.pair(set) < S::kPairs) {
-              final_angle[state * S::kPairs + walk.pair(set)] = radians_of_phase(walk.phase[set]);
+            const int pair = walk.pair(set);
+            if (pair >= S::kPairs) continue;
+            float angle = radians_of_phase(walk.phase[set]);
+            if (lost[pair]) {
+              angle = __int_as_float(0x7fffffff);
+              for (int rank = 0; rank < S::kRank; ++rank) {
+                float* key = final_k + (state * S::kRank + rank) * S::kState + (S::kHalf ? pair : 2 * pair);
+                key[0] = key[S::kHalf ? S::kState / 2 : 1] = angle;
+              }
             }
+            final_angle[state * S::kPairs + pair] = angle;
           }
         }
         const long long of = (token + count - 1) * S::kHeads + at.head;

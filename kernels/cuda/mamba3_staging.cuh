@@ -137,7 +137,8 @@ struct Rotations {
 };
 
 // The running phases of a head: every group of 8 lanes with the same lane / 8 is a part of the chunk's tokens, every
-// warp has 8 pairs, or as many sets of them as there must be.
+// warp has 8 pairs, or as many sets of them as there must be. An integer cannot be NaN: `lost`, in shared memory, is
+// nonzero for pairs that met a number that is not finite. Only the warp that has a pair reads and writes it.
 template <class S, int Tokens, int Threads>
 struct PhaseWalk {
   static constexpr int kSpan = Rotations<S, Tokens>::kSpan;
@@ -148,9 +149,48 @@ struct PhaseWalk {
     return set * (Threads / 4) + threadIdx.x / 32 * 8 + threadIdx.x % 8;
   }
 
-  __device__ void begin(const unsigned* phases) {
+  // From the phases of an earlier part, which lie where `lost` will.
+  __device__ void begin(unsigned* lost) {
 #pragma unroll
-    for (int set = 0; set < kSets; ++set) phase[set] = pair(set) < S::kPairs ? phases[pair(set)] : 0u;
+    for (int set = 0; set < kSets; ++set) phase[set] = pair(set) < S::kPairs ? lost[pair(set)] : 0u;
+    clear(lost);
+  }
+
+  // From angles, or from zero if there are none. Whether all are finite.
+  __device__ bool begin(const float* angles, unsigned* lost) {
+    clear(lost);
+    bool finite = true;
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const float angle = angles != nullptr && pair(set) < S::kPairs ? angles[pair(set)] : 0.0f;
+      phase[set] = phase_of_radians(angle);
+      if (is_finite(angle)) continue;
+      lost[pair(set)] = 1;
+      finite = false;
+    }
+    return finite;
+  }
+
+  // Marks the pairs that lose their phase in tokens that `advance` walked over. Apart from it, for it is rare.
+  static __device__ void lose(const float* angles, const float* dt, int count, unsigned* lost) {
+    for (int set = 0; set < kSets; ++set) {
+      if (pair(set) >= S::kPairs) continue;
+#pragma unroll 1
+      for (int c = threadIdx.x % 32 / 8; c < count; c += 4) {
+        const float angle = angles[(long long)c * (S::kHeads * S::kPairs) + pair(set)];
+        if (angle != angle || !is_finite(dt[c])) lost[pair(set)] = 1;
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ void clear(unsigned* lost) {
+    __syncwarp();
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if (threadIdx.x % 32 < 8 && pair(set) < S::kPairs) lost[pair(set)] = 0;
+    }
+    __syncwarp();
   }
 
   // Over `count` tokens from the ones that angles [token][heads][pairs] and dt [token] point at; their rotations go to
