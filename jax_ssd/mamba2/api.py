@@ -110,13 +110,15 @@ def mamba2(
         gradient flows, and it is no boundary by itself. None: one segment.
       return_final_state: also return the state after the last token, float32.
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses.
-        "cutile" takes powers of two from 16 to 128, and its derivative may take a smaller one.
+        "cutile" takes powers of two from 16 to 128, and its derivative may take a smaller one; "cuda" takes 64, and its
+        derivative 128.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
         jax.lax.Precision. None: follows jax_default_matmul_precision, whose algorithm presets are "highest" where they
         keep more than TF32 ("F32_F32_F32", "..._X3" and the like), else "default". No effect on 16-bit inputs.
-      implementation: "cutile" (GPU kernels), "xla" (chunked, any platform), "reference" (token by token, differentiable
-        to any order), a sequence of names in order of preference, or None: the fastest that accepts the call on each
-        platform it is compiled for. A single name is an order.
+      implementation: "cutile" or "cuda" (GPU kernels: every size, and those of published models), "xla" (chunked, any
+        platform), "reference" (token by token, differentiable to any order), a sequence of names in order of
+        preference, or None: the first of "cuda", "cutile" and "xla" that accepts the call on each platform it is
+        compiled for, or what tuning found the faster. A single name is an order.
 
     The results carry the checkpoint names "mamba2_y" and "mamba2_final_state", for policies of jax.checkpoint that keep
     them rather than run the scan once more in the backward, which keeps nothing but the arguments:

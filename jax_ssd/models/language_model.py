@@ -150,6 +150,11 @@ class LanguageModel(nnx.Module):
         A model of Mamba-3 blocks takes no segment_ids (NotImplementedError).
         """
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        if initial_carry is not None and len(initial_carry) != len(self.blocks):
+            raise ValueError(
+                f"initial_carry: expected {len(self.blocks)} carries, one for each layer, got {len(initial_carry)}; pass "
+                "what return_carry=True or initialize_carry gave."
+            )
         x = self.embedding(tokens)
         carries = []
         for index, block in enumerate(self.blocks):

@@ -135,6 +135,7 @@ class Mamba3(nnx.Module):
         self.param_dtype = param_dtype
         self.key_dtype = key_dtype
         self.precision = precision
+        shapes.precision("Mamba3", precision)
         self.implementation = preferences(implementation)
         ranks = self._ranks = _ranks(mimo_rank)
 
