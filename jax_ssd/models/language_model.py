@@ -152,8 +152,8 @@ class LanguageModel(nnx.Module):
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         if initial_carry is not None and len(initial_carry) != len(self.blocks):
             raise ValueError(
-                f"initial_carry: expected {len(self.blocks)} carries, one for each layer, got {len(initial_carry)}; pass "
-                "what return_carry=True or initialize_carry gave."
+                f"initial_carry: expected {len(self.blocks)} carries, one for each layer, got {len(initial_carry)}; "
+                "pass what return_carry=True or initialize_carry gave."
             )
         x = self.embedding(tokens)
         carries = []
