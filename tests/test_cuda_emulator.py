@@ -16,7 +16,7 @@ from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapAr
 from jax_ssd.specs import CudaKernel
 from tests import cuda_emulator
 from tests.cuda_emulator import EmulatorError
-from tests.cuda_emulator.library import compiled
+from tests.cuda_emulator.build import compiled
 from tests.cuda_emulator.source import translated
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))

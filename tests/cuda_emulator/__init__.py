@@ -29,7 +29,7 @@ import numpy as np
 
 from jax_ssd.plans import Launch, Plan, Pointer, TensorMapArg
 from jax_ssd.specs import CudaKernel
-from tests.cuda_emulator.library import Kernel, compiled
+from tests.cuda_emulator.build import Kernel, compiled
 from tests.cuda_emulator.memory import Guarded
 
 _MAP_MAGIC = 0x7A6D6170
