@@ -134,7 +134,14 @@ def causal_conv1d_step(
 
 
 def _empty_window(x: jax.Array, width: int) -> jax.Array:
-    return jnp.zeros((*x.shape[:-2], width - 1, x.shape[-1]), x.dtype)
+    """Zeros, made from ``x`` so that they are sharded as it is."""
+    return _behind_zeros(x[..., :0, :], width - 1, axis=-2)
+
+
+def _behind_zeros(array: jax.Array, count: int, axis: int) -> jax.Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (count, 0)
+    return jnp.pad(array, widths)
 
 
 def _extend(state: jax.Array, x: jax.Array) -> jax.Array:
@@ -181,7 +188,7 @@ def _packed(
     order = jnp.argsort(~real, axis=-1, stable=True)
     tokens = _extend(state, jnp.take_along_axis(x, order[..., None], axis=-2))
     runs = jnp.take_along_axis(segments.runs_from_segment_ids(segment_ids), order, axis=-1)
-    runs = jnp.concatenate([jnp.zeros((*runs.shape[:-1], history), runs.dtype), runs], axis=-1)
+    runs = _behind_zeros(runs, history, axis=-1)
 
     y = _activate(_filter(tokens, weight, bias, x.shape[-2], runs), activation).astype(x.dtype)
     y = jnp.take_along_axis(y, jnp.argsort(order, axis=-1)[..., None], axis=-2)

@@ -241,3 +241,18 @@ def test_a_flag_that_is_none():
 def test_a_step_without_a_state():
     with pytest.raises(TypeError, match="causal_conv1d_step: state: expected an array, got NoneType"):
         jax_ssd.causal_conv1d_step(None, X[:, 0], W)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_mesh_with_explicit_axes(packed):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+    x, weight = jnp.asarray(rng.standard_normal((8, 12, 6)), jnp.float32), jnp.ones((6, 4), jnp.float32)
+    arrays = {"segment_ids": jnp.asarray(np.repeat([[0] * 5 + [1] * 7], 8, axis=0), jnp.int32)} if packed else {}
+    expected = causal_conv1d(x, weight, **arrays)
+    with jax.set_mesh(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        placed = jax.device_put({"x": x, **arrays}, sharding)
+        y = jax.jit(lambda arrays: causal_conv1d(weight=weight, **arrays))(placed)
+    assert y.sharding.spec[0] == "data"
+    np.testing.assert_array_equal(y, expected)
