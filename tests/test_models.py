@@ -109,6 +109,11 @@ def test_generation_names_mistakes():
         generate(model, TOKENS, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt.*at least one"):
         generate(model, TOKENS[:, :0], 1)
+    with pytest.raises(ValueError, match=r"prompt: expected \[..., seq\]"):
+        generate(model, jnp.asarray(3), 1)
+    with pytest.raises(TypeError, match="prompt: expected token ids, integers, got float32"):
+        generate(model, jnp.ones((1, 2)), 1)
+    assert generate(model, [1, 2], 1).shape == (1,)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layers.*0"):
         LanguageModelConfig(layers=0)
     with pytest.raises(ValueError, match="mixer must be 'mamba2' or 'mamba3', got 'mamba4'"):

@@ -112,7 +112,7 @@ def generate(
 
     Raises:
       ValueError: an argument is out of range.
-      TypeError: ``length`` is no integer, or ``temperature`` no number.
+      TypeError: ``prompt`` holds no integers, ``length`` is none, or ``temperature`` no number.
     """
     length = shapes.integer("generate", "length", length, least=0)
     if not isinstance(temperature, Tracer):
@@ -121,8 +121,14 @@ def generate(
             raise ValueError(
                 "generate: temperature: expected a number above 0, got 0.0; leave key out to take the likeliest token."
             )
-    if prompt.shape[-1] == 0:
-        raise ValueError(f"prompt must hold at least one token, got shape {prompt.shape}.")
+    prompt = shapes.as_array("generate", "prompt", prompt)
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"generate: prompt: expected token ids, integers, got {prompt.dtype.name}.")
+    if prompt.ndim == 0 or prompt.shape[-1] == 0:
+        raise ValueError(
+            f"generate: prompt: expected [..., seq] with at least one token, got shape {prompt.shape}; start with a "
+            "token that begins a text."
+        )
 
     def choose(logits: jax.Array, step: jax.Array) -> jax.Array:
         if key is None:
