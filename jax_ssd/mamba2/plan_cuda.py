@@ -7,7 +7,7 @@ the cuTile kernels do faster.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_ssd.mamba2 import plan
 from jax_ssd.mamba2.problem import Problem
@@ -22,15 +22,14 @@ BLOCK = 64  # channels of one head whose states a warpgroup holds together
 TILE = CHUNK * BLOCK * 2  # bytes
 SCALARS = 4 * CHUNK * 4  # bytes of the decays of one chunk of one block
 WARPGROUP = 128  # threads
-REGISTERS = 65_536  # of a multiprocessor
-COPY_REGISTERS, COMPUTE_REGISTERS = 24, 240  # of a thread that copies, and of one that computes
-MOST_BLOCKS = 4  # of a thread block: each of the four copying warps prepares the scalars of one
-STATES = (64, 128, 256)  # those that were run
+MOST_WARPGROUPS = 2  # that compute; with a third there are too few registers
+MOST_BLOCKS = 4  # of a thread block: each of the four providing warps prepares the scalars of one
+STATE_STEP, MOST_STATE = 64, 512
+PART_STATE = 256  # most of a state that one warpgroup keeps
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
-MOST_STAGES = 4
+MOST_SLOTS, MOST_STAGES = 8, 4
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
-SHORTEST_SEGMENT = 4  # chunks
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
 STATE_COST, SEGMENT_COST = 0.5, 4
@@ -40,6 +39,8 @@ CARRY_THREADS = 128
 @dataclass(frozen=True)
 class Split:
     """How the work is divided. warpgroups: of a thread block, those that compute; blocks: of 64 channels, of each.
+
+    A state of more than 256 is kept by two warpgroups.
 
     segments: of each row, chunks_per_segment long. With one, rows are lined up and cut into equal ranges.
     """
@@ -53,10 +54,9 @@ class Split:
         for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
-        wanted = WARPGROUP * (COPY_REGISTERS + self.warpgroups * COMPUTE_REGISTERS)
-        if wanted > REGISTERS:  # they would wait for each other's registers forever
+        if self.warpgroups > MOST_WARPGROUPS:  # they would wait for each other's registers forever
             raise ValueError(
-                f"Split.warpgroups={self.warpgroups} wants {wanted} registers, a multiprocessor has {REGISTERS}."
+                f"Split.warpgroups={self.warpgroups}: a multiprocessor has registers for {MOST_WARPGROUPS}."
             )
         if self.warpgroups * self.blocks > MOST_BLOCKS:
             raise ValueError(
@@ -75,13 +75,10 @@ def check_supported(problem: Problem) -> None:
         raise NotImplementedError(
             f"the CUDA C++ kernels take a head_dim that is a multiple of {BLOCK}, got {p.head_dim}"
         )
-    if p.state not in STATES:
+    if p.state % STATE_STEP or p.state > MOST_STATE:
         raise NotImplementedError(
-            f"the CUDA C++ kernels take a state size of {', '.join(map(str, STATES))}, got {p.state}"
-        )
-    if group_blocks(p) % 2:
-        raise NotImplementedError(
-            f"the CUDA C++ kernels take an even number of {BLOCK}-channel blocks per group, got {group_blocks(p)}"
+            f"the CUDA C++ kernels take a state size that is a multiple of {STATE_STEP}, at most {MOST_STATE}, got "
+            f"{p.state}"
         )
     if p.seq < SHORTEST_SEQ:
         raise NotImplementedError(
@@ -103,17 +100,35 @@ def group_blocks(problem: Problem) -> int:
     return problem.heads // problem.groups * (problem.head_dim // BLOCK)
 
 
+def parts(problem: Problem) -> int:
+    """Warpgroups that share the state of a block."""
+    return math.ceil(problem.state / PART_STATE)
+
+
+def padded_state(problem: Problem) -> int:
+    """The state with the zeros that fill its parts."""
+    return parts(problem) * 64 * math.ceil(problem.state / (64 * parts(problem)))
+
+
+def shortest_piece(problem: Problem) -> int:
+    """Tokens of a row's piece in whose y its start state finds room."""
+    return 2 * padded_state(problem)
+
+
 def split(problem: Problem) -> Split:
     """The heuristic."""
     p = problem
     blocks = 2 if 2 * BLOCK * p.state <= MOST_STATE_ELEMENTS and group_blocks(p) % 4 == 0 else 1
-    rows = p.batch * p.heads * (p.head_dim // BLOCK) // (2 * blocks)
+    warpgroups = 2 if parts(p) > 1 or group_blocks(p) % 2 == 0 else 1
+    rows = p.batch * p.heads * (p.head_dim // BLOCK) * parts(p) // (warpgroups * blocks)
     chunks = math.ceil(p.seq / CHUNK)
-    segments = max(1, min(MULTIPROCESSORS // rows, chunks // SHORTEST_SEGMENT))
-    per_segment = math.ceil(chunks / segments)
+    fewest = math.ceil(shortest_piece(p) / CHUNK)
+    per_segment = max(fewest, math.ceil(chunks / max(1, MULTIPROCESSORS // rows)))
+    while per_segment < chunks and p.seq % (per_segment * CHUNK) and p.seq % (per_segment * CHUNK) < shortest_piece(p):
+        per_segment += 1  # the last segment is too short
     if per_segment * (1 + STATE_COST) + SEGMENT_COST >= chunks:
         per_segment = chunks
-    return Split(2, blocks, math.ceil(chunks / per_segment), per_segment)
+    return Split(warpgroups, blocks, math.ceil(chunks / per_segment), per_segment)
 
 
 def forward(problem: Problem, config: Split | None = None) -> Plan:
@@ -141,12 +156,16 @@ def _check_split(problem: Problem, config: Split) -> None:
     chunks = math.ceil(p.seq / CHUNK)
     if not (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment:
         raise ValueError(f"{c} does not divide the {chunks} chunks of a row: a segment is empty or tokens are left")
-    if group_blocks(p) % (c.warpgroups * c.blocks):
-        raise ValueError(f"{c} does not divide {group_blocks(p)} blocks of a group")
-    if c.blocks * BLOCK * p.state > MOST_STATE_ELEMENTS:
+    if c.warpgroups % parts(p) or group_blocks(p) % (c.warpgroups // parts(p) * c.blocks):
+        raise ValueError(f"{c} does not divide {group_blocks(p)} blocks of a group, with a state in {parts(p)} parts")
+    elements = c.blocks * BLOCK * padded_state(p) // parts(p)
+    if elements > MOST_STATE_ELEMENTS:
+        raise ValueError(f"{c} gives a warpgroup {elements} elements of state, {MOST_STATE_ELEMENTS} fit its registers")
+    shortest = p.seq - (c.segments - 1) * c.chunks_per_segment * CHUNK
+    if c.segments > 1 and min(shortest, c.chunks_per_segment * CHUNK) < shortest_piece(p):
         raise ValueError(
-            f"{c} gives a warpgroup {c.blocks * BLOCK * p.state} elements of state, {MOST_STATE_ELEMENTS} fit its "
-            f"registers"
+            f"{c} has a segment of {min(shortest, c.chunks_per_segment * CHUNK)} tokens, too short to hold its start "
+            f"state in place of {shortest_piece(p)} of y"
         )
 
 
@@ -157,42 +176,51 @@ class _Forward:
         p, c = problem, config
         self.problem, self.config = problem, config
         self.all_blocks = p.heads * (p.head_dim // BLOCK)
-        self.blocks_here = c.warpgroups * c.blocks
+        self.blocks_here = c.warpgroups // parts(p) * c.blocks
         self.rows = p.batch * self.all_blocks // self.blocks_here
         self.thread_blocks = self.rows * c.segments if c.segments > 1 else min(self.rows, MULTIPROCESSORS)
         self.operands = plan.scan_operands(p)
         y = Buffer("y", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)
         final = Buffer("final_state", (p.batch, p.heads, p.head_dim, p.state), "float32")
         self.results = (y, final) if p.return_final_state else (y,)
-        slots = (self.rows * (c.segments - 1) if c.segments > 1 else self.thread_blocks, self.blocks_here)
-        self.scratch = (
-            Buffer("states", (*slots, BLOCK * p.state), "float32"),
-            Buffer("totals", slots, "float32"),
-            Buffer("flags", (self.thread_blocks, c.warpgroups), "int32"),
-        )
+        totals = Buffer("totals", (self.rows, c.segments - 1, self.blocks_here), "float32")
+        flags = Buffer("flags", (self.thread_blocks, c.warpgroups), "int32")
+        self.scratch = (totals,) if c.segments > 1 else (flags,) if self.cuts_rows() else ()
 
     def plan(self) -> Plan:
+        whole = self.walk(self.thread_blocks, False)
         if self.config.segments > 1:
-            segmented = self.rows * (self.config.segments - 1)
-            launches = (self.walk(segmented, True), self.carry(), self.walk(self.thread_blocks, False))
+            launches = (self.walk(self.rows * (self.config.segments - 1), True), self.carry(), whole)
         else:
-            launches = (self.clear(), self.walk(self.thread_blocks, False))
+            launches = (self.clear(), whole) if self.cuts_rows() else (whole,)
+        # Copies of a walk start at once, so the first kernel of the plan must come after all others.
+        launches = (replace(launches[0], pdl=False), *launches[1:])
         return Plan("mamba2_forward", self.operands, self.results, self.scratch, launches, {})
+
+    def cuts_rows(self) -> bool:
+        """Whether a row of the line of chunks is divided among thread blocks: kernels' `Pieces::cut`."""
+        chunks = math.ceil(self.problem.seq / CHUNK)
+        cuts = (self.rows * chunks * i // self.thread_blocks % chunks for i in range(self.thread_blocks))
+        return any(cut and self.problem.seq - cut * CHUNK >= shortest_piece(self.problem) for cut in cuts)
+
+    def types(self) -> str:
+        p = self.problem
+        return f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}>"
+
+    def division(self, slots: int, stages: int) -> str:
+        c = self.config
+        sizes = (c.warpgroups, c.blocks, parts(self.problem), c.segments, c.chunks_per_segment, slots, stages)
+        return f"Split<{', '.join(map(str, sizes))}>"
 
     def walk(self, thread_blocks: int, state_only: bool) -> Launch:
         """Over the chunks of a row or segment: y, or only the state at its end."""
         p, c = self.problem, self.config
-        tiles = p.state // 64
-        stage = TILE * (tiles * (1 if state_only else 2) + self.blocks_here) + SCALARS * self.blocks_here
-        kept = 8 * self.blocks_here + (0 if state_only else 2 * TILE * self.blocks_here)
-        stages = min(MOST_STAGES, (SHARED_MEMORY - kept) // (stage + 16))
-        sizes = f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}>"
-        division = f"Split<{c.warpgroups}, {c.blocks}, {c.segments}, {c.chunks_per_segment}, {stages}>"
+        slots, stages, shared_memory = self.shared_memory(state_only)
         flags = (p.param_rows == 1, p.dt_softplus, p.has_dt_bias, p.has_D, p.has_z, p.has_initial_state)
         chosen = ", ".join(str(flag).lower() for flag in (state_only, *flags, p.return_final_state))
-        types = f"{CPP_TYPES[p.dtype]}, {CPP_TYPES[p.dt_dtype]}"
+        types = f"{CPP_TYPES[p.dtype]}, {CPP_TYPES[p.dt_dtype]}, {self.types()}, {self.division(slots, stages)}"
         return Launch(
-            self.kernel(f"forward<{types}, {sizes}, {division}, Options<{chosen}>>"),
+            self.kernel(f"forward<{types}, Options<{chosen}>>"),
             (thread_blocks, 1, 1),
             (
                 self.channels_map("x"),
@@ -200,21 +228,41 @@ class _Forward:
                 self.group_map("C"),
                 self.channels_map("z" if p.has_z else "x"),
                 self.channels_map("y"),
-                *self.arrays("dt", "dt_bias", "A", "D", "initial_state", "states", "totals", "flags", "final_state"),
+                *self.arrays("dt", "dt_bias", "A", "D", "initial_state", "y", "totals", "flags", "final_state"),
                 *(ScalarArg(limit, "float32") for limit in p.dt_limit),
             ),
             block=(WARPGROUP * (1 + c.warpgroups), 1, 1),
-            shared_memory=stages * (stage + 16) + kept,
-            pdl=not state_only,  # copies start at once, so the first kernel of the plan must come after all others
+            shared_memory=shared_memory,
+            pdl=True,
         )
+
+    def shared_memory(self, state_only: bool) -> tuple[int, int, int]:
+        """Tiles of B and C (slots) and chunks of x (stages) that are there at a time, and bytes in all."""
+        slot, stage = TILE * padded_state(self.problem) // 64, TILE * self.blocks_here
+        writers = self.config.warpgroups // parts(self.problem)
+        y_tiles = 1 if parts(self.problem) > 1 else 2
+
+        def bytes_of(slots: int, stages: int) -> int:
+            tiles = slots * slot + stages * stage
+            barriers = 2 * (slots + stages + self.blocks_here + 1)
+            if not state_only:  # S and y
+                tiles += stage + writers * y_tiles * TILE
+            return tiles + stages * self.blocks_here * SCALARS + 8 * (barriers + writers * y_tiles)
+
+        if state_only:
+            slots = stages = max(n for n in range(1, MOST_STAGES + 1) if bytes_of(n, n) <= SHARED_MEMORY)
+        else:
+            stages = 2
+            slots = max(n for n in range(3, MOST_SLOTS + 1) if bytes_of(n, stages) <= SHARED_MEMORY)
+        return slots, stages, bytes_of(slots, stages)
 
     def carry(self) -> Launch:
         """End states of segments to start states of those that follow."""
-        slots, size = self.config.segments - 1, BLOCK * self.problem.state
+        pieces = self.rows * self.blocks_here * BLOCK * padded_state(self.problem) // 4
         return Launch(
-            self.kernel(f"carry_states<{slots}, {self.blocks_here}, {size}>"),
-            (self.rows * self.blocks_here * size // 4 // CARRY_THREADS, 1, 1),
-            (ArrayArg("states"), ArrayArg("totals")),
+            self.kernel(f"carry_states<{self.types()}, {self.division(1, 1)}>"),
+            (pieces // CARRY_THREADS, 1, 1),
+            (ArrayArg("y"), ArrayArg("totals")),
             block=(CARRY_THREADS, 1, 1),
             pdl=True,
         )
