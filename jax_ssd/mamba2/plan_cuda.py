@@ -7,6 +7,7 @@ the cuTile kernels do faster.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jax_ssd.mamba2 import plan
@@ -31,8 +32,10 @@ SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
 MOST_SLOTS, MOST_STAGES = 8, 4
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
+# How long a chunk takes a thread block of so many warpgroups that compute, of so many blocks each.
+CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.6, (1, 2): 0.8, (1, 1): 0.45}
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
-STATE_COST, SEGMENT_COST = 0.5, 4
+STATE_COST, SEGMENT_COST = 0.5, 3.0
 CARRY_THREADS = 128
 
 
@@ -116,19 +119,51 @@ def shortest_piece(problem: Problem) -> int:
 
 
 def split(problem: Problem) -> Split:
-    """The heuristic."""
+    """The heuristic: the division in which the busiest thread block is done first."""
+    return min(_splits(problem), key=lambda division: _cost(problem, division))
+
+
+def _splits(problem: Problem) -> Iterator[Split]:
+    """Divisions worth trying, the one with the most blocks to a thread block first."""
     p = problem
-    blocks = 2 if 2 * BLOCK * p.state <= MOST_STATE_ELEMENTS and group_blocks(p) % 4 == 0 else 1
-    warpgroups = 2 if parts(p) > 1 or group_blocks(p) % 2 == 0 else 1
-    rows = p.batch * p.heads * (p.head_dim // BLOCK) * parts(p) // (warpgroups * blocks)
     chunks = math.ceil(p.seq / CHUNK)
-    fewest = math.ceil(shortest_piece(p) / CHUNK)
-    per_segment = max(fewest, math.ceil(chunks / max(1, MULTIPROCESSORS // rows)))
-    while per_segment < chunks and p.seq % (per_segment * CHUNK) and p.seq % (per_segment * CHUNK) < shortest_piece(p):
-        per_segment += 1  # the last segment is too short
-    if per_segment * (1 + STATE_COST) + SEGMENT_COST >= chunks:
-        per_segment = chunks
-    return Split(warpgroups, blocks, math.ceil(chunks / per_segment), per_segment)
+    for warpgroups, blocks in CHUNK_COSTS:
+        if not _fits(p, warpgroups, blocks):
+            continue
+        rows = _rows(p, warpgroups, blocks)
+        yield Split(warpgroups, blocks, 1, chunks)
+        for wanted in range(2, min(MULTIPROCESSORS // rows, p.seq // shortest_piece(p)) + 1):
+            per_segment = math.ceil(chunks / wanted)
+            segments = math.ceil(chunks / per_segment)
+            if _shortest_segment(p, segments, per_segment) >= shortest_piece(p):
+                yield Split(warpgroups, blocks, segments, per_segment)
+
+
+def _fits(problem: Problem, warpgroups: int, blocks: int) -> bool:
+    """Whether blocks are shared out without a rest, and a warpgroup has registers for its states."""
+    p = problem
+    whole = warpgroups % parts(p) == 0 and group_blocks(p) % (warpgroups // parts(p) * blocks) == 0
+    return whole and blocks * BLOCK * padded_state(p) // parts(p) <= MOST_STATE_ELEMENTS
+
+
+def _rows(problem: Problem, warpgroups: int, blocks: int) -> int:
+    p = problem
+    return p.batch * p.heads * (p.head_dim // BLOCK) // (warpgroups // parts(p) * blocks)
+
+
+def _shortest_segment(problem: Problem, segments: int, per_segment: int) -> int:
+    """In tokens."""
+    return min(per_segment * CHUNK, problem.seq - (segments - 1) * per_segment * CHUNK)
+
+
+def _cost(problem: Problem, division: Split) -> float:
+    """How long the busiest thread block takes."""
+    d = division
+    rows = _rows(problem, d.warpgroups, d.blocks)
+    chunk = CHUNK_COSTS[d.warpgroups, d.blocks]
+    if d.segments == 1:
+        return chunk * d.chunks_per_segment * max(1.0, rows / MULTIPROCESSORS)
+    return chunk * d.chunks_per_segment * (1 + STATE_COST) + SEGMENT_COST
 
 
 def forward(problem: Problem, config: Split | None = None) -> Plan:
@@ -156,16 +191,15 @@ def _check_split(problem: Problem, config: Split) -> None:
     chunks = math.ceil(p.seq / CHUNK)
     if not (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment:
         raise ValueError(f"{c} does not divide the {chunks} chunks of a row: a segment is empty or tokens are left")
-    if c.warpgroups % parts(p) or group_blocks(p) % (c.warpgroups // parts(p) * c.blocks):
-        raise ValueError(f"{c} does not divide {group_blocks(p)} blocks of a group, with a state in {parts(p)} parts")
-    elements = c.blocks * BLOCK * padded_state(p) // parts(p)
-    if elements > MOST_STATE_ELEMENTS:
-        raise ValueError(f"{c} gives a warpgroup {elements} elements of state, {MOST_STATE_ELEMENTS} fit its registers")
-    shortest = p.seq - (c.segments - 1) * c.chunks_per_segment * CHUNK
-    if c.segments > 1 and min(shortest, c.chunks_per_segment * CHUNK) < shortest_piece(p):
+    if not _fits(p, c.warpgroups, c.blocks):
         raise ValueError(
-            f"{c} has a segment of {min(shortest, c.chunks_per_segment * CHUNK)} tokens, too short to hold its start "
-            f"state in place of {shortest_piece(p)} of y"
+            f"{c} does not divide {group_blocks(p)} blocks of a group, with a state in {parts(p)} parts, or its "
+            f"warpgroups keep more than {MOST_STATE_ELEMENTS} elements of state"
+        )
+    shortest = _shortest_segment(p, c.segments, c.chunks_per_segment)
+    if c.segments > 1 and shortest < shortest_piece(p):
+        raise ValueError(
+            f"{c} has a segment of {shortest} tokens: its start state takes the room of {shortest_piece(p)} in y"
         )
 
 
@@ -177,7 +211,7 @@ class _Forward:
         self.problem, self.config = problem, config
         self.all_blocks = p.heads * (p.head_dim // BLOCK)
         self.blocks_here = c.warpgroups // parts(p) * c.blocks
-        self.rows = p.batch * self.all_blocks // self.blocks_here
+        self.rows = _rows(p, c.warpgroups, c.blocks)
         self.thread_blocks = self.rows * c.segments if c.segments > 1 else min(self.rows, MULTIPROCESSORS)
         self.operands = plan.scan_operands(p)
         y = Buffer("y", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)
@@ -245,8 +279,8 @@ class _Forward:
         def bytes_of(slots: int, stages: int) -> int:
             tiles = slots * slot + stages * stage
             barriers = 2 * (slots + stages + self.blocks_here + 1)
-            if not state_only:  # S and y
-                tiles += stage + writers * y_tiles * TILE
+            if not state_only:  # S, y and D
+                tiles += stage + writers * y_tiles * TILE + self.blocks_here * BLOCK * 4
             return tiles + stages * self.blocks_here * SCALARS + 8 * (barriers + writers * y_tiles)
 
         if state_only:

@@ -150,7 +150,8 @@ struct Layout {
   static constexpr unsigned PAIRS = X + S::STAGES * STAGE;
   static constexpr unsigned Y = PAIRS + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
   static constexpr unsigned SCALARS = Y + (O::STATE_ONLY ? 0 : WRITERS * Y_TILES * TILE);
-  static constexpr unsigned BARRIERS = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);
+  static constexpr unsigned SKIP = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);  // D, [block][64]
+  static constexpr unsigned BARRIERS = SKIP + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * 64 * sizeof(float));
   // Each pair of barriers: what was asked for is there, and it is used up.
   static constexpr unsigned FULL = BARRIERS, EMPTY = FULL + 8 * S::SLOTS;
   static constexpr unsigned X_FULL = EMPTY + 8 * S::SLOTS, X_EMPTY = X_FULL + 8 * S::STAGES;
@@ -239,25 +240,26 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
                                             int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
   const float g0 = scalars.decay[16 * warp + row], g1 = scalars.decay[16 * warp + row + 8];
-  float2 source[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) source[i] = *reinterpret_cast<const float2*>(scalars.source + 8 * i + column);
   const unsigned to = tile + swizzled(16 * warp + lane % 16, lane / 16);
-  const int most = 16 * warp + row - column;  // a pair counts if its column, less this thread's first, is at most this
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (j > warp) break;
     unsigned r[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = 2 * j + half;
-      // Selected last, so that what a pair that does not count gives, even a NaN, is dropped.
-      const float v0 = 8 * i <= most ? s[4 * i] * exp2_fast(g0 - source[i].x) : 0.0f;
-      const float v1 = 8 * i + 1 <= most ? s[4 * i + 1] * exp2_fast(g0 - source[i].y) : 0.0f;
-      const float v2 = 8 * i - 8 <= most ? s[4 * i + 2] * exp2_fast(g1 - source[i].x) : 0.0f;
-      const float v3 = 8 * i - 7 <= most ? s[4 * i + 3] * exp2_fast(g1 - source[i].y) : 0.0f;
-      r[2 * half] = Pair<T>::of(v0, v1);
-      r[2 * half + 1] = Pair<T>::of(v2, v3);
+      const float2 source = *reinterpret_cast<const float2*>(scalars.source + 16 * j + 8 * half + column);
+      const float* from = s + 8 * j + 4 * half;
+      float v[4] = {from[0] * exp2_fast(g0 - source.x), from[1] * exp2_fast(g0 - source.y),
+                    from[2] * exp2_fast(g1 - source.x), from[3] * exp2_fast(g1 - source.y)};
+      if (j == warp) {  // selected last, so that what a pair that does not count gives, even a NaN, is dropped
+        const int distance = row - column - 8 * half;
+        if (distance < 0) v[0] = 0.0f;
+        if (distance < 1) v[1] = 0.0f;
+        if (distance < -8) v[2] = 0.0f;
+        if (distance < -7) v[3] = 0.0f;
+      }
+      r[2 * half] = Pair<T>::of(v[0], v[1]);
+      r[2 * half + 1] = Pair<T>::of(v[2], v[3]);
     }
     store_tiles(to ^ (j << 5), r);
   }
@@ -345,7 +347,7 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
         wgmma_commit();
         wgmma_wait<0>();
         pin(s);
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < S::BLOCKS_HERE; ++i) {
           // First the first block of each warpgroup.
           const int block = i % L::WRITERS * S::BLOCKS + i / L::WRITERS;
@@ -646,7 +648,8 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
   const int barrier = FIRST_BARRIER + me.warpgroup;
   const int writer = me.warpgroup / S::PARTS;  // among the warpgroups that write y
 
-  float h[BLOCKS][N / 2], skip[BLOCKS][2];
+  float h[BLOCKS][N / 2];
+  float* skip = reinterpret_cast<float*>(memory + L::SKIP) + me.first_block * 64;
   Ring<S::SLOTS> slot;
   unsigned count = 0;  // chunks done, for stages and parities
   Pieces<Z, S> pieces;
@@ -660,11 +663,11 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       start_state<Z, S, O>(h[b], piece, place, b, initial, y_memory, me);
-      if constexpr (O::HAS_D && !Second) {
-        const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block + b) * 64;
-        skip[b][0] = from[me.row];
-        skip[b][1] = from[me.row + 8];
-      }
+    }
+    if constexpr (O::HAS_D && !Second) {
+      const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block) * 64;
+      if (me.thread < BLOCKS * 64) skip[me.thread] = from[me.thread];
+      named_barrier(barrier, WARPGROUP);
     }
     if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
       named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
@@ -732,7 +735,10 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         wgmma_wait<0>();
         pin(y);
         if (b == BLOCKS - 1 && me.lane == 0) barrier_arrive(c_empty);
-        unsigned x[4][4], finite = 0;
+        unsigned x[4][4], rounded[4][4], finite = 0;
+        bool poisoned = false;
+        const float factor[2] = {O::HAS_D && !Second ? skip[b * 64 + me.row] : 0.0f,
+                                 O::HAS_D && !Second ? skip[b * 64 + me.row + 8] : 0.0f};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
@@ -746,7 +752,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
               y0 *= carried.x, y1 *= carried.y;
               if constexpr (!Second) {
                 if constexpr (O::HAS_D) {
-                  y0 += skip[b][i % 2] * Pair<T>::low(x[k][i]), y1 += skip[b][i % 2] * Pair<T>::high(x[k][i]);
+                  y0 += factor[i % 2] * Pair<T>::low(x[k][i]), y1 += factor[i % 2] * Pair<T>::high(x[k][i]);
                 }
                 finite = Pair<T>::plus_zero_times(finite, x[k][i]);
               }
@@ -757,7 +763,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
 #pragma unroll
           for (int half = 0; half < 2; ++half) send_half<L>(memory, y + 16 * half, half, me.thread);
         } else {
-          const bool poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+          poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
           if (poisoned) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
@@ -784,28 +790,17 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
           if constexpr (O::HAS_Z) barrier_wait(gate, out_parity);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            unsigned r[4];
             if constexpr (O::HAS_Z) {
-              load_tiles_transposed(r, y_tile + me.channel_tile + k * 2048);
+              load_tiles_transposed(rounded[k], y_tile + me.channel_tile + k * 2048);
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
-                const float z0 = Pair<T>::low(r[i]), z1 = Pair<T>::high(r[i]);
+                const float z0 = Pair<T>::low(rounded[k][i]), z1 = Pair<T>::high(rounded[k][i]);
                 y[8 * k + 2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
                 y[8 * k + 2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
               }
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) r[i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
-            store_tiles_transposed(y_tile + me.channel_tile + k * 2048, r);
-          }
-          if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, me.warp, me.lane);
-          fence_async_proxy();
-          if (Y_TILES > 1 && me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
-          named_barrier(barrier, WARPGROUP);
-          if (me.lane == 0) barrier_arrive(shared + L::PAIRS_EMPTY + 8 * (me.first_block + b));
-          if (me.thread == 0) {
-            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tile, KEEP_FIRST);
-            copies_commit();
+            for (int i = 0; i < 4; ++i) rounded[k][i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
           }
         }
 #pragma unroll
@@ -820,6 +815,21 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
           Wgmma<T, N>::template registers<true>(h[b], x[k], advanced(column_descriptor(b_tiles, TILE), k * 2048), true);
         }
         wgmma_commit();
+        if constexpr (!Second) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded[k]);
+          }
+          if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, me.warp, me.lane);
+          fence_async_proxy();
+          if (Y_TILES > 1 && me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
+          named_barrier(barrier, WARPGROUP);
+          if (me.lane == 0) barrier_arrive(shared + L::PAIRS_EMPTY + 8 * (me.first_block + b));
+          if (me.thread == 0) {
+            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tile, KEEP_FIRST);
+            copies_commit();
+          }
+        }
       }
       wgmma_wait<0>();
 #pragma unroll

@@ -59,7 +59,7 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"state": 192, "heads": 6, **EVERY}, None),
         ({"state": 320, "seq": 150, **EVERY}, None),
         ({"state": 512, "seq": 321, "heads": 2, **EVERY}, None),
-        ({"state": 512, "head_dim": 128, "seq": 2100, **EVERY}, Split(2, 1, 2, 16)),
+        ({"state": 512, "head_dim": 128, "seq": 2200, **EVERY}, Split(2, 1, 2, 18)),
         ({"heads": 3, "groups": 3, **EVERY}, None),  # one block a group
         ({"seq": 700, **EVERY}, Split(1, 1, 1, 11)),
         ({"param_rows": 2, **EVERY}, None),
