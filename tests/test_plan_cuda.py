@@ -99,6 +99,7 @@ def test_splits_that_do_not_fit_the_problem(changes, split, said):
         ({"batch": 4, "seq": 1024, "heads": 8}, Split(1, 1, 4, 4), [96, 512, 128]),  # short: single blocks
         ({"seq": 100}, Split(1, 1, 1, 2), [8]),  # too short to be cut
         ({"batch": 132, "heads": 6, "groups": 3}, Split(2, 1, 1, 4), [132]),  # groups of two heads
+        ({"batch": 4096, "seq": 16, "heads": 24, "return_final_state": False}, Split(2, 2, 1, 1), [132]),
     ],
     ids=str,
 )
@@ -140,6 +141,14 @@ def test_thread_blocks_fit_a_multiprocessor(sizes, state):
     plan.check("sm_90")
     assert all(0 <= one.shared_memory <= MAX_SHARED_MEMORY["sm_90"] for one in plan.launches)
     assert sum(buffer.nbytes for buffer in plan.scratch) <= 64 * 1024
+
+
+@pytest.mark.parametrize(("seq", "rows"), [(16, 4), (3, 4), (17, 2), (33, 1), (64, 1), (65, 1)])
+def test_short_rows_without_states_share_a_chunk(seq, rows):
+    p = model(seq=seq, batch=5, return_final_state=False)
+    assert plan_cuda.together(p) == rows
+    maps = [one for one in made(p).launches[-1].arguments if isinstance(one, TensorMapArg)]
+    assert {one.box[:2] for one in maps} == {(rows, 64 // rows)}
 
 
 def test_maps_end_where_a_row_ends():

@@ -30,6 +30,7 @@ PART_STATE = 256  # most of a state that one warpgroup keeps
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
 MOST_SLOTS, MOST_STAGES = 8, 4
+SHORTEST_ROOM = 16  # tokens of a chunk that a batch row gets which shares it
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
 # How long a chunk takes a thread block of so many warpgroups that compute, of so many blocks each.
@@ -83,10 +84,10 @@ def check_supported(problem: Problem) -> None:
             f"the CUDA C++ kernels take a state size that is a multiple of {STATE_STEP}, at most {MOST_STATE}, got "
             f"{p.state}"
         )
-    if p.seq < SHORTEST_SEQ:
+    if p.seq < SHORTEST_SEQ and not stateless(p):
         raise NotImplementedError(
-            f"the CUDA C++ kernels take rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones are faster in "
-            f"smaller tiles"
+            f"the CUDA C++ kernels take rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones with a state "
+            f"are faster in smaller tiles"
         )
     if p.dt_limit[0] < 0 and not p.dt_softplus:
         raise NotImplementedError(
@@ -111,6 +112,18 @@ def parts(problem: Problem) -> int:
 def padded_state(problem: Problem) -> int:
     """The state with the zeros that fill its parts."""
     return parts(problem) * 64 * math.ceil(problem.state / (64 * parts(problem)))
+
+
+def stateless(problem: Problem) -> bool:
+    """Whether rows start from nothing, end in their first chunk, and nobody asks for their state."""
+    p = problem
+    wanted = p.has_initial_state or p.return_final_state
+    return p.seq <= CHUNK and not wanted and p.param_rows == 1 and parts(p) == 1
+
+
+def together(problem: Problem) -> int:
+    """Batch rows that share a chunk."""
+    return CHUNK // max(SHORTEST_ROOM, 1 << (problem.seq - 1).bit_length()) if stateless(problem) else 1
 
 
 def shortest_piece(problem: Problem) -> int:
@@ -148,7 +161,7 @@ def _fits(problem: Problem, warpgroups: int, blocks: int) -> bool:
 
 def _rows(problem: Problem, warpgroups: int, blocks: int) -> int:
     p = problem
-    return p.batch * p.heads * (p.head_dim // BLOCK) // (warpgroups // parts(p) * blocks)
+    return math.ceil(p.batch / together(p)) * p.heads * (p.head_dim // BLOCK) // (warpgroups // parts(p) * blocks)
 
 
 def _shortest_segment(problem: Problem, segments: int, per_segment: int) -> int:
@@ -239,7 +252,7 @@ class _Forward:
 
     def types(self) -> str:
         p = self.problem
-        return f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}>"
+        return f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}, {together(p)}>"
 
     def division(self, slots: int, stages: int) -> str:
         c = self.config
@@ -250,7 +263,7 @@ class _Forward:
         """Over the chunks of a row or segment: y, or only the state at its end."""
         p, c = self.problem, self.config
         slots, stages, shared_memory = self.shared_memory(state_only)
-        flags = (p.param_rows == 1, p.dt_softplus, p.has_dt_bias, p.has_D, p.has_z, p.has_initial_state)
+        flags = (stateless(p), p.param_rows == 1, p.dt_softplus, p.has_dt_bias, p.has_D, p.has_z, p.has_initial_state)
         chosen = ", ".join(str(flag).lower() for flag in (state_only, *flags, p.return_final_state))
         types = f"{CPP_TYPES[p.dtype]}, {CPP_TYPES[p.dt_dtype]}, {self.types()}, {self.division(slots, stages)}"
         return Launch(
@@ -321,8 +334,12 @@ class _Forward:
     def channels_map(self, buffer: str) -> TensorMapArg:
         """x, z or y as [batch, seq, blocks, 64]: a chunk of one block is a tile, and a tail past seq reads as zero."""
         shape = (self.problem.batch, self.problem.seq, self.all_blocks, BLOCK)
-        return TensorMapArg(buffer, (1, CHUNK, 1, BLOCK), shape=shape, swizzle=128, l2_promotion=128)
+        return TensorMapArg(buffer, (*self.chunk(), 1, BLOCK), shape=shape, swizzle=128, l2_promotion=128)
 
     def group_map(self, buffer: str) -> TensorMapArg:
         """B or C: a chunk of one group is a tile for every 64 of the state."""
-        return TensorMapArg(buffer, (1, CHUNK, 1, 64), swizzle=128, l2_promotion=128)
+        return TensorMapArg(buffer, (*self.chunk(), 1, 64), swizzle=128, l2_promotion=128)
+
+    def chunk(self) -> tuple[int, int]:
+        """Batch rows and tokens of each."""
+        return together(self.problem), CHUNK // together(self.problem)

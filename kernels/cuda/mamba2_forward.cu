@@ -35,9 +35,12 @@ constexpr int WARPGROUP = 128;
 constexpr int PROVIDER_BARRIER = 1, PARTS_BARRIER = 2, FIRST_BARRIER = 3;  // and one for each warpgroup that computes
 constexpr int PROVIDER_REGISTERS = 72, COMPUTE_REGISTERS = 216;            // of a thread
 
-template <long long Batch, long long Seq, int Heads, int Groups, int HeadDim, int State>
+// Together: batch rows that share a chunk, each at a multiple of 64 / Together tokens; more than one only if they are
+// that short.
+template <long long Batch, long long Seq, int Heads, int Groups, int HeadDim, int State, int Together>
 struct Sizes {
-  static constexpr long long BATCH = Batch, SEQ = Seq;
+  static constexpr long long BATCH = Batch, SEQ = Seq, BATCHES = (Batch + Together - 1) / Together;
+  static constexpr int TOGETHER = Together, ROOM = CHUNK / Together;
   static constexpr int HEADS = Heads, STATE = State;
   static constexpr int HEAD_BLOCKS = HeadDim / 64;                   // blocks per head
   static constexpr int GROUP_BLOCKS = Heads / Groups * HEAD_BLOCKS;  // blocks per group
@@ -54,10 +57,12 @@ struct Split {
   static constexpr int BLOCKS_HERE = Warpgroups / Parts * Blocks;
 };
 
-template <bool StateOnly, bool SharedParams, bool Softplus, bool HasBias, bool HasD, bool HasZ, bool HasInitial,
-          bool HasFinal>
+// Stateless: rows start from nothing, end in their first chunk, and nobody asks for their state.
+template <bool StateOnly, bool Stateless, bool SharedParams, bool Softplus, bool HasBias, bool HasD, bool HasZ,
+          bool HasInitial, bool HasFinal>
 struct Options {
-  static constexpr bool STATE_ONLY = StateOnly, SHARED_PARAMS = SharedParams, SOFTPLUS = Softplus, HAS_BIAS = HasBias;
+  static constexpr bool STATE_ONLY = StateOnly, STATELESS = Stateless, SHARED_PARAMS = SharedParams,
+                        SOFTPLUS = Softplus, HAS_BIAS = HasBias;
   static constexpr bool HAS_D = HasD, HAS_Z = HasZ, HAS_INITIAL = HasInitial, HAS_FINAL = HasFinal;
 };
 
@@ -92,7 +97,7 @@ template <class Z, class S>
 class Pieces {
  public:
   __device__ Pieces() {
-    constexpr int ROWS = int(Z::BATCH * (Z::ALL_BLOCKS / S::BLOCKS_HERE));
+    constexpr int ROWS = int(Z::BATCHES * (Z::ALL_BLOCKS / S::BLOCKS_HERE));
     if constexpr (S::SEGMENTS > 1) {
       const int segments = gridDim.x / ROWS;  // one fewer where only end states are wanted
       const int row = blockIdx.x / segments;
@@ -117,7 +122,7 @@ class Pieces {
   // Where the line of chunks is cut before a thread block: at the end of a row if what is left of it is too short to
   // hold a state.
   static __device__ int cut(unsigned block) {
-    constexpr long long ALL = Z::BATCH * (Z::ALL_BLOCKS / S::BLOCKS_HERE) * Z::CHUNKS;
+    constexpr long long ALL = Z::BATCHES * (Z::ALL_BLOCKS / S::BLOCKS_HERE) * Z::CHUNKS;
     const int at = int(ALL * block / gridDim.x), row = at / Z::CHUNKS, chunk = at % Z::CHUNKS;
     const bool fits = Z::SEQ - (long long)chunk * CHUNK >= 2 * S::PARTS * PART<Z, S>;
     return chunk == 0 || fits ? at : (row + 1) * Z::CHUNKS;
@@ -163,10 +168,10 @@ struct Layout {
 
 template <class Z, class S>
 struct Place {
-  int batch_row, block, group;  // block: the first of the blocks of a row
+  int batch_row, block, group;  // the first batch row and block of a row
   __device__ explicit Place(int row) {
     constexpr int PER_BATCH_ROW = Z::ALL_BLOCKS / S::BLOCKS_HERE;
-    batch_row = row / PER_BATCH_ROW;
+    batch_row = row / PER_BATCH_ROW * Z::TOGETHER;
     block = row % PER_BATCH_ROW * S::BLOCKS_HERE;
     group = block / Z::GROUP_BLOCKS;
   }
@@ -202,10 +207,11 @@ __device__ __forceinline__ void bring_x(unsigned shared, const Ring<S::STAGES>& 
 
 // The scalars of a chunk of one block, by a warp; each lane has two neighbouring tokens and their raw steps. `later`:
 // log2 decay of the chunks that follow in the segment, where only its end state is wanted; this one's is added.
-template <class O>
+template <class Z, class O>
 __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[2], int inside, float rate, float bias,
                                                 float low, float high, float& later) {
-  const int lane = threadIdx.x % 32;
+  constexpr int LANES = 32 / Z::TOGETHER;  // of a batch row
+  const int lane = threadIdx.x % 32, place = lane % LANES;
   float step[2], log[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -214,13 +220,13 @@ __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[
   }
   float before = log[0] + log[1];
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += other;
+  for (int distance = 1; distance < LANES; distance *= 2) {
+    const float other = __shfl_up_sync(~0u, before, distance, LANES);
+    if (place >= distance) before += other;
   }
-  before = __shfl_up_sync(~0u, before, 1);
-  const float g0 = (lane ? before : 0.0f) + log[0], g1 = g0 + log[1];
-  float last = __shfl_sync(~0u, g1, 31);
+  before = __shfl_up_sync(~0u, before, 1, LANES);
+  const float g0 = (place ? before : 0.0f) + log[0], g1 = g0 + log[1];
+  float last = __shfl_sync(~0u, g1, LANES - 1, LANES);
   const float source0 = g0 - log2_fast(step[0]), source1 = g1 - log2_fast(step[1]);
   float carried0 = g0, carried1 = g1;
   if constexpr (O::STATE_ONLY) {
@@ -235,7 +241,7 @@ __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[
 }
 
 // S of one block, 16-bit, from C B^T (s) to shared memory. Tiles of 16 x 16 above the diagonal stay as they are: zero.
-template <typename T>
+template <typename T, class Z>
 __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars& scalars, unsigned tile, int warp,
                                             int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
@@ -244,6 +250,7 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (j > warp) break;
+    if (Z::TOGETHER > 1 && (j ^ warp) * 16 >= Z::ROOM) continue;  // of another batch row
     unsigned r[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -295,8 +302,10 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
     // first one, still finds that in the L2 cache.
     int chunk = O::STATE_ONLY ? piece.end - 1 : piece.first, slots_asked = 0;
     float raw[2], later = 0.0f;
-    long long left = Z::SEQ - (long long)chunk * CHUNK - 2 * lane;  // tokens from this lane's first to the end
-    const D* from = dt + (place.batch_row * Z::SEQ + (long long)chunk * CHUNK + 2 * lane) * Z::HEADS + head;
+    const long long batch_row = place.batch_row + 2 * lane / Z::ROOM,
+                    token = (long long)chunk * CHUNK + 2 * lane % Z::ROOM;
+    long long left = batch_row < Z::BATCH ? Z::SEQ - token : 0;  // tokens from this lane's first to the end
+    const D* from = dt + (batch_row * Z::SEQ + token) * Z::HEADS + head;
 #pragma unroll
     for (int i = 0; i < 2; ++i) raw[i] = has_block && i < left ? to_float(from[i * Z::HEADS]) : 0.0f;
 #pragma unroll 1
@@ -319,7 +328,7 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
       __syncwarp();
       Scalars* scalars = reinterpret_cast<Scalars*>(memory + L::SCALARS) + stage.stage * S::BLOCKS_HERE;
       if (has_block) {
-        compute_scalars<O>(scalars[warp], raw, left < 2 ? int(left) : 2, rate, bias, low, high, later);
+        compute_scalars<Z, O>(scalars[warp], raw, left < 2 ? int(left) : 2, rate, bias, low, high, later);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.stage);
         left -= STEP * CHUNK;
@@ -352,7 +361,7 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
           // First the first block of each warpgroup.
           const int block = i % L::WRITERS * S::BLOCKS + i / L::WRITERS;
           barrier_wait(shared + L::PAIRS_EMPTY + 8 * block, pairs_parity);
-          store_pairs<T>(s, scalars[block], shared + L::PAIRS + block * TILE, warp, lane);
+          store_pairs<T, Z>(s, scalars[block], shared + L::PAIRS + block * TILE, warp, lane);
           fence_async_proxy();
           __syncwarp();
           if (lane == 0) barrier_arrive(shared + L::PAIRS_FULL + 8 * block);
@@ -423,7 +432,7 @@ __device__ __forceinline__ void set_element(unsigned address, float v) {
 // Adds to a warp's 16 channels of y what tokens of x that are not finite give: the products were made without them,
 // since a zero of S times an infinity or NaN would reach earlier tokens. With a gate the sum is NaN, without an
 // infinity's sign.
-template <typename T, bool Gated>
+template <typename T, bool Gated, int Room>
 __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsigned y, int warp, int lane) {
   __syncwarp();
 #pragma unroll 1
@@ -432,7 +441,7 @@ __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsig
     const unsigned to = y + swizzled(token, channel / 8) + channel % 8 * 2;
     float sum = element<T>(to);
 #pragma unroll 1
-    for (int j = 0; j <= token; ++j) {
+    for (int j = token / Room * Room; j <= token; ++j) {
       const float v = element<T>(x + swizzled(j, channel / 8) + channel % 8 * 2);
       if (!isfinite(v)) sum += (Gated ? v - v : v) * element<T>(pairs + swizzled(token, j / 8) + j % 8 * 2);
     }
@@ -636,6 +645,22 @@ __device__ __forceinline__ void add_half(char* memory, float* y, int half, int t
   __syncwarp();
 }
 
+// Rounds y of 16 tokens and 16 channels, times silu(z), which is in its place, if there is one.
+template <typename T, bool Gated>
+__device__ __forceinline__ void finish(unsigned (&rounded)[4], float* y, unsigned tile) {
+  if constexpr (Gated) {
+    load_tiles_transposed(rounded, tile);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float z0 = Pair<T>::low(rounded[i]), z1 = Pair<T>::high(rounded[i]);
+      y[2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
+      y[2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rounded[i] = Pair<T>::of(y[2 * i], y[2 * i + 1]);
+}
+
 // One warpgroup of those that compute y. The one of a state's second part leaves all of y but h C^T to the first's.
 template <bool Second, typename T, class Z, class S, class O>
 __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
@@ -790,17 +815,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
           if constexpr (O::HAS_Z) barrier_wait(gate, out_parity);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            if constexpr (O::HAS_Z) {
-              load_tiles_transposed(rounded[k], y_tile + me.channel_tile + k * 2048);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const float z0 = Pair<T>::low(rounded[k][i]), z1 = Pair<T>::high(rounded[k][i]);
-                y[8 * k + 2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
-                y[8 * k + 2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) rounded[k][i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
+            finish<T, O::HAS_Z>(rounded[k], y + 8 * k, y_tile + me.channel_tile + k * 2048);
           }
         }
 #pragma unroll
@@ -820,7 +835,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
           for (int k = 0; k < 4; ++k) {
             store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded[k]);
           }
-          if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, me.warp, me.lane);
+          if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
           fence_async_proxy();
           if (Y_TILES > 1 && me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
           named_barrier(barrier, WARPGROUP);
@@ -852,6 +867,89 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
     if (O::HAS_FINAL && piece.end == Z::CHUNKS) {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) store_state<Z, S>(final, place, b, h[b], me);
+    }
+  }
+  if (me.thread == 0) copies_wait<0>();
+}
+
+// One warpgroup of those that compute y of rows without states.
+template <typename T, class Z, class S, class O>
+__device__ void compute_stateless(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D) {
+  using L = Layout<Z, S, O>;
+  static_assert(S::PARTS == 1 && S::STAGES == 2);
+  const unsigned shared = shared_address(memory);
+  const Member<S> me;
+  const int barrier = FIRST_BARRIER + me.warpgroup;
+  Ring<S::SLOTS> slot;
+  unsigned count = 0, tiles = 0;  // chunks and tiles of y done, for stages and parities
+  Pieces<Z, S> pieces;
+#pragma unroll 1
+  for (Piece piece; pieces.next(piece); ++count) {
+    const Place<Z, S> place(piece.row);
+    const unsigned stage = count % 2;
+#pragma unroll 1
+    for (int b = 0; b < S::BLOCKS; ++b, ++tiles) {
+      const int here = me.first_block + b, block = place.block + here;
+      const unsigned x_tile = shared + L::X + stage * L::STAGE + here * TILE, pairs = shared + L::PAIRS + here * TILE;
+      const unsigned out = me.warpgroup * 2 + tiles % 2;
+      const unsigned y_tile = shared + L::Y + out * TILE, gate = shared + L::GATE + 8 * out;
+      if (O::HAS_Z && me.thread == 0) {
+        barrier_expect(gate, TILE);
+        copy_in(y_tile, z, 0, block, 0, place.batch_row, gate, KEEP_FIRST);
+      }
+      const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block) * 64;
+      const float skip[2] = {O::HAS_D ? from[me.row] : 0.0f, O::HAS_D ? from[me.row + 8] : 0.0f};
+      if (b == 0) barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+      float y[32];
+      unsigned x[4][4], finite = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          y[8 * k + 2 * i] = skip[i % 2] * Pair<T>::low(x[k][i]);
+          y[8 * k + 2 * i + 1] = skip[i % 2] * Pair<T>::high(x[k][i]);
+          finite = Pair<T>::plus_zero_times(finite, x[k][i]);
+        }
+      }
+      const bool poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+      if (poisoned) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
+        }
+      }
+      barrier_wait(shared + L::PAIRS_FULL + 8 * here, stage);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma<T, CHUNK>::template registers<>(y, x[k], advanced(row_descriptor(pairs), k * 32), O::HAS_D || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(y);
+      if constexpr (O::HAS_Z) barrier_wait(gate, tiles / 2 % 2);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        unsigned rounded[4];
+        finish<T, O::HAS_Z>(rounded, y + 8 * k, y_tile + me.channel_tile + k * 2048);
+        store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded);
+      }
+      if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
+      fence_async_proxy();
+      if (me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
+      named_barrier(barrier, WARPGROUP);
+      if (me.lane == 0) barrier_arrive(shared + L::PAIRS_EMPTY + 8 * here);
+      if (me.thread == 0) {
+        copy_out(y_map, 0, block, 0, place.batch_row, y_tile, KEEP_FIRST);
+        copies_commit();
+      }
+    }
+    if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
+#pragma unroll
+    for (int i = 0; i < 2; ++i, slot.advance()) {  // C and B: all of S is there, so they were read
+      if (me.lane == 0) barrier_arrive(shared + L::EMPTY + 8 * slot.stage);
     }
   }
   if (me.thread == 0) copies_wait<0>();
@@ -898,6 +996,8 @@ __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
     if constexpr (O::STATE_ONLY) {
       let_next_kernel_start();
       compute_states<T, Z, S, O>(memory, initial, y_memory);
+    } else if constexpr (O::STATELESS) {
+      compute_stateless<T, Z, S, O>(memory, z, y, skip);
     } else if (S::PARTS == 1 || threadIdx.x < 2 * WARPGROUP) {
       compute<false, T, Z, S, O>(memory, z, y, skip, initial, y_memory, flags, final);
     } else {

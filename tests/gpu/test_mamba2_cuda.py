@@ -17,6 +17,7 @@ from jax_ssd.mamba2.problem import Problem
 from tests.scan_float64 import error, problem, random_operands, scan
 
 EVERY = dict.fromkeys(("has_D", "has_z", "has_dt_bias", "has_initial_state", "dt_softplus"), True)
+SHORT = {name: True for name in EVERY if name != "has_initial_state"}
 BAR = 3e-3  # ||got - float64|| / ||float64|| of y and of the final state
 
 
@@ -61,6 +62,9 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"state": 512, "seq": 321, "heads": 2, **EVERY}, None),
         ({"state": 512, "head_dim": 128, "seq": 2200, **EVERY}, Split(2, 1, 2, 18)),
         ({"heads": 3, "groups": 3, **EVERY}, None),  # one block a group
+        ({"seq": 16, "batch": 13, "return_final_state": False, **SHORT}, None),  # four rows a chunk
+        ({"seq": 25, "batch": 3, "return_final_state": False, "state": 256, **SHORT}, None),
+        ({"seq": 64, "return_final_state": False}, None),
         ({"seq": 700, **EVERY}, Split(1, 1, 1, 11)),
         ({"param_rows": 2, **EVERY}, None),
         ({"dt_limit": (0.02, 0.9), "dt_softplus": True}, None),
@@ -120,6 +124,15 @@ def test_a_nan_shows_at_its_token_and_after(name, split, has_z):
         np.testing.assert_array_equal(np.isnan(value.astype(np.float32)), np.isnan(expected[result]), err_msg=result)
     np.testing.assert_array_equal(got["y"][0], clean["y"][0])
     np.testing.assert_array_equal(got["y"][1, :64], clean["y"][1, :64])
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C"])
+def test_a_nan_stays_in_its_row_where_rows_share_a_chunk(name):
+    p = model(seq=16, batch=6, has_D=True, return_final_state=False)
+    operands = random_operands(p)
+    operands[name][2, 9] = np.nan
+    got, expected = run(p, operands), scan(p, operands)
+    np.testing.assert_array_equal(np.isnan(got["y"].astype(np.float32)), np.isnan(expected["y"]))
 
 
 def test_an_infinity_leaves_earlier_tokens_alone():
