@@ -56,7 +56,7 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"heads": 2, "groups": 1, "head_dim": 128, "has_D": True}, None),
         ({"state": 64, "has_z": True}, None),
         ({"state": 256, **EVERY}, None),
-        ({"state": 256, "head_dim": 128, "seq": 1600}, Split(2, 1, 3, 8)),
+        ({"state": 256, "head_dim": 128, "seq": 1700}, Split(2, 1, 3, 9)),
         ({"state": 192, "heads": 6, **EVERY}, None),
         ({"state": 320, "seq": 150, **EVERY}, None),
         ({"state": 512, "seq": 321, "heads": 2, **EVERY}, None),
