@@ -29,14 +29,14 @@ STATE_STEP, MOST_STATE = 64, 512
 PART_STATE = 256  # most of a state that one warpgroup keeps
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
-MOST_SLOTS, MOST_STAGES = 8, 4
+MOST_STAGES = 4
 SHORTEST_ROOM = 16  # tokens of a chunk that a batch row gets which shares it
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
 # How long a chunk takes a thread block of so many warpgroups that compute, of so many blocks each.
-CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.6, (1, 2): 0.8, (1, 1): 0.45}
+CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.62, (1, 2): 0.85, (1, 1): 0.5}
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
-STATE_COST, SEGMENT_COST = 0.5, 3.0
+STATE_COST, SEGMENT_COST = 0.5, 1.5
 CARRY_THREADS = 128
 
 
@@ -286,21 +286,16 @@ class _Forward:
     def shared_memory(self, state_only: bool) -> tuple[int, int, int]:
         """Tiles of B and C (slots) and chunks of x (stages) that are there at a time, and bytes in all."""
         slot, stage = TILE * padded_state(self.problem) // 64, TILE * self.blocks_here
-        writers = self.config.warpgroups // parts(self.problem)
-        y_tiles = 1 if parts(self.problem) > 1 else 2
 
         def bytes_of(slots: int, stages: int) -> int:
-            tiles = slots * slot + stages * stage
-            barriers = 2 * (slots + stages + self.blocks_here + 1)
-            if not state_only:  # S, y and D
-                tiles += stage + writers * y_tiles * TILE + self.blocks_here * BLOCK * 4
-            return tiles + stages * self.blocks_here * SCALARS + 8 * (barriers + writers * y_tiles)
+            barriers = 2 * (slots + stages + 1) + self.blocks_here
+            tiles = slots * slot + stages * stage + (0 if state_only else 2 * stage)  # the last: S and y
+            return tiles + stages * self.blocks_here * SCALARS + 8 * barriers
 
         if state_only:
             slots = stages = max(n for n in range(1, MOST_STAGES + 1) if bytes_of(n, n) <= SHARED_MEMORY)
         else:
-            stages = 2
-            slots = max(n for n in range(3, MOST_SLOTS + 1) if bytes_of(n, stages) <= SHARED_MEMORY)
+            slots, stages = max(n for n in (3, 4) if bytes_of(n, 2) <= SHARED_MEMORY), 2
         return slots, stages, bytes_of(slots, stages)
 
     def carry(self) -> Launch:

@@ -32,8 +32,8 @@ namespace {
 constexpr int CHUNK = 64;
 constexpr unsigned TILE = 64 * 128;  // bytes of 64 rows of 64 numbers
 constexpr int WARPGROUP = 128;
-constexpr int PROVIDER_BARRIER = 1, PARTS_BARRIER = 2, FIRST_BARRIER = 3;  // and one for each warpgroup that computes
-constexpr int PROVIDER_REGISTERS = 72, COMPUTE_REGISTERS = 216;            // of a thread
+constexpr int PARTS_BARRIER = 1, FIRST_BARRIER = 2;              // and one for each warpgroup that computes
+constexpr int PROVIDER_REGISTERS = 24, COMPUTE_REGISTERS = 240;  // of a thread
 
 // Together: batch rows that share a chunk, each at a multiple of 64 / Together tokens; more than one only if they are
 // that short.
@@ -130,17 +130,11 @@ class Pieces {
   int low_, high_;
 };
 
-// Position in a ring of `Stages` stages.
-template <int Stages>
-struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ void advance() {
-    if (++stage == Stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+// What of a ring of `Places` places the use-th use takes, and the parity of the phases of its barriers then.
+template <int Places>
+struct Turn {
+  unsigned place, parity;
+  __device__ explicit Turn(unsigned use) : place(use % Places), parity(use / Places % 2) {}
 };
 
 // Shared memory, as byte offsets. Tiles first: they start at multiples of 1024 bytes. A slot holds B or C of a chunk, a
@@ -149,21 +143,17 @@ template <class Z, class S, class O>
 struct Layout {
   static constexpr unsigned PART_TILES = PART<Z, S> / 64, GROUP_TILES = S::PARTS * PART_TILES;
   static constexpr unsigned SLOT = GROUP_TILES * TILE, STAGE = S::BLOCKS_HERE * TILE;
-  static constexpr int Y_TILES = S::PARTS > 1 ? 1 : 2;  // per warpgroup that writes y
-  static constexpr int WRITERS = S::WARPGROUPS / S::PARTS;
   static constexpr unsigned X = S::SLOTS * SLOT;
   static constexpr unsigned PAIRS = X + S::STAGES * STAGE;
   static constexpr unsigned Y = PAIRS + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
-  static constexpr unsigned SCALARS = Y + (O::STATE_ONLY ? 0 : WRITERS * Y_TILES * TILE);
-  static constexpr unsigned SKIP = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);  // D, [block][64]
-  static constexpr unsigned BARRIERS = SKIP + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * 64 * sizeof(float));
+  static constexpr unsigned SCALARS = Y + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
+  static constexpr unsigned BARRIERS = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);
   // Each pair of barriers: what was asked for is there, and it is used up.
   static constexpr unsigned FULL = BARRIERS, EMPTY = FULL + 8 * S::SLOTS;
   static constexpr unsigned X_FULL = EMPTY + 8 * S::SLOTS, X_EMPTY = X_FULL + 8 * S::STAGES;
-  static constexpr unsigned PAIRS_FULL = X_EMPTY + 8 * S::STAGES, PAIRS_EMPTY = PAIRS_FULL + 8 * S::BLOCKS_HERE;
-  static constexpr unsigned OTHER_FULL = PAIRS_EMPTY + 8 * S::BLOCKS_HERE, OTHER_EMPTY = OTHER_FULL + 8;
+  static constexpr unsigned OTHER_FULL = X_EMPTY + 8 * S::STAGES, OTHER_EMPTY = OTHER_FULL + 8;
   static constexpr unsigned GATE = OTHER_EMPTY + 8;
-  static constexpr unsigned END = GATE + 8 * WRITERS * Y_TILES;
+  static constexpr unsigned END = GATE + 8 * S::BLOCKS_HERE;
 };
 
 template <class Z, class S>
@@ -179,11 +169,11 @@ struct Place {
 
 // One thread: asks for B or C of a chunk.
 template <class Z, class S, class O>
-__device__ __forceinline__ void bring_group(unsigned shared, const Ring<S::SLOTS>& slot, const TensorMap& map,
+__device__ __forceinline__ void bring_group(unsigned shared, const Turn<S::SLOTS>& slot, const TensorMap& map,
                                             const Place<Z, S>& place, int chunk) {
   using L = Layout<Z, S, O>;
-  const unsigned full = shared + L::FULL + 8 * slot.stage, to = shared + slot.stage * L::SLOT;
-  barrier_wait(shared + L::EMPTY + 8 * slot.stage, slot.parity ^ 1);
+  const unsigned full = shared + L::FULL + 8 * slot.place, to = shared + slot.place * L::SLOT;
+  barrier_wait(shared + L::EMPTY + 8 * slot.place, slot.parity ^ 1);
   barrier_expect(full, L::SLOT);
 #pragma unroll
   for (int i = 0; i < L::GROUP_TILES; ++i) {
@@ -193,10 +183,10 @@ __device__ __forceinline__ void bring_group(unsigned shared, const Ring<S::SLOTS
 
 // One thread: asks for x of a chunk.
 template <class Z, class S, class O>
-__device__ __forceinline__ void bring_x(unsigned shared, const Ring<S::STAGES>& stage, const TensorMap& x,
+__device__ __forceinline__ void bring_x(unsigned shared, const Turn<S::STAGES>& stage, const TensorMap& x,
                                         const Place<Z, S>& place, int chunk) {
   using L = Layout<Z, S, O>;
-  const unsigned full = shared + L::X_FULL + 8 * stage.stage, to = shared + L::X + stage.stage * L::STAGE;
+  const unsigned full = shared + L::X_FULL + 8 * stage.place, to = shared + L::X + stage.place * L::STAGE;
   barrier_expect(full, L::STAGE);
 #pragma unroll
   for (int i = 0; i < S::BLOCKS_HERE; ++i) {
@@ -272,107 +262,71 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
   }
 }
 
-// The warpgroup that provides. Each warp computes the scalars of one block, all of them together C B^T and the S of
-// every block: of a chunk while the others compute the one before.
-template <typename T, typename D, class Z, class S, class O>
+// How many of two tokens of a chunk, the first the `at`-th of its batch row, are not past the row's end.
+template <class Z>
+__device__ __forceinline__ int tokens_inside(int chunk, int at) {
+  return chunk + 1 < Z::CHUNKS ? 2 : int(Z::SEQ - (Z::CHUNKS - 1LL) * CHUNK) - at;
+}
+
+// The warpgroup that provides: one thread asks for tiles, and each warp computes the scalars of one block.
+template <typename D, class Z, class S, class O>
 __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, const TensorMap& C, const D* dt,
                         const float* dt_bias, const float* A, float* totals, float low, float high) {
   using L = Layout<Z, S, O>;
   static_assert(S::BLOCKS_HERE <= 4, "each warp computes the scalars of one block");
   constexpr int STEP = O::STATE_ONLY ? -1 : 1;
   const unsigned shared = shared_address(memory);
-  const int thread = threadIdx.x, warp = same_in_warp(thread / 32), lane = thread % 32;
-  if constexpr (!O::STATE_ONLY) {  // S above its diagonal
-    for (int i = thread; i < S::BLOCKS_HERE * int(TILE) / 16; i += WARPGROUP) {
-      reinterpret_cast<uint4*>(memory + L::PAIRS)[i] = make_uint4(0, 0, 0, 0);
-    }
-    fence_async_proxy();
-  }
-  Ring<S::SLOTS> slot, asked;
-  Ring<S::STAGES> stage;
-  unsigned pairs_parity = 1;
+  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+  if (warp >= S::BLOCKS_HERE) return;
+  unsigned done = 0;  // chunks
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
     const Place<Z, S> place(piece.row);
     const int head = (place.block + warp) / Z::HEAD_BLOCKS;
     const long long parameter = (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::HEADS + head;
-    const bool has_block = warp < S::BLOCKS_HERE;
-    const float rate = has_block ? A[parameter] : 0.0f, bias = O::HAS_BIAS && has_block ? dt_bias[parameter] : 0.0f;
+    const float rate = A[parameter], bias = O::HAS_BIAS ? dt_bias[parameter] : 0.0f;
     // Where only end states are wanted, a segment's last chunk comes first: the next kernel, which starts with its
     // first one, still finds that in the L2 cache.
-    int chunk = O::STATE_ONLY ? piece.end - 1 : piece.first, slots_asked = 0;
-    float raw[2], later = 0.0f;
-    const long long batch_row = place.batch_row + 2 * lane / Z::ROOM,
-                    token = (long long)chunk * CHUNK + 2 * lane % Z::ROOM;
-    long long left = batch_row < Z::BATCH ? Z::SEQ - token : 0;  // tokens from this lane's first to the end
-    const D* from = dt + (batch_row * Z::SEQ + token) * Z::HEADS + head;
+    const int stop = O::STATE_ONLY ? piece.first - 1 : piece.end;
+    int chunk = O::STATE_ONLY ? piece.end - 1 : piece.first;
+    const int batch_row = place.batch_row + 2 * lane / Z::ROOM, at = 2 * lane % Z::ROOM;
+    const bool there = Z::TOGETHER == 1 || batch_row < Z::BATCH;
+    const D* from = dt + (batch_row * Z::SEQ + (long long)chunk * CHUNK + at) * Z::HEADS + head;
+    float raw[2] = {0.0f, 0.0f}, later = 0.0f;
+    const auto read_steps = [&] {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) raw[i] = has_block && i < left ? to_float(from[i * Z::HEADS]) : 0.0f;
-#pragma unroll 1
-    for (int count = 0; count < piece.end - piece.first; ++count, chunk += STEP, stage.advance()) {
-      barrier_wait(shared + L::X_EMPTY + 8 * stage.stage, stage.parity ^ 1);
-      if (thread == 0) {
-        bring_x<Z, S, O>(shared, stage, x, place, chunk);
-        if constexpr (O::STATE_ONLY) {
-          bring_group<Z, S, O>(shared, asked, B, place, chunk);
-          asked.advance();
-        } else {
-          // This chunk's C and B, and as much of the next one's as the chunk before the last has left room for.
-          const int wanted = min(2 * count + max(2, S::SLOTS - 2), 2 * (piece.end - piece.first));
-#pragma unroll 1
-          for (; slots_asked < wanted; ++slots_asked, asked.advance()) {
-            bring_group<Z, S, O>(shared, asked, slots_asked % 2 ? B : C, place, piece.first + slots_asked / 2);
-          }
-        }
+      for (int i = 0; i < 2; ++i) {
+        if (there && i < tokens_inside<Z>(chunk, at)) raw[i] = to_float(from[i * Z::HEADS]);
       }
+    };
+    read_steps();
+#pragma unroll 1
+    while (chunk != stop) {
+      const Turn<S::STAGES> stage(done);
+      const Turn<S::SLOTS> c_slot(2 * done), b_slot(O::STATE_ONLY ? done : 2 * done + 1);
+      if (warp == 0 && lane == 0) {
+        if constexpr (!O::STATE_ONLY) bring_group<Z, S, O>(shared, c_slot, C, place, chunk);
+        if constexpr (S::SLOTS > 3 || O::STATE_ONLY) bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+      }
+      barrier_wait(shared + L::X_EMPTY + 8 * stage.place, stage.parity ^ 1);
+      if (warp == 0 && lane == 0) bring_x<Z, S, O>(shared, stage, x, place, chunk);
       __syncwarp();
-      Scalars* scalars = reinterpret_cast<Scalars*>(memory + L::SCALARS) + stage.stage * S::BLOCKS_HERE;
-      if (has_block) {
-        compute_scalars<Z, O>(scalars[warp], raw, left < 2 ? int(left) : 2, rate, bias, low, high, later);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.stage);
-        left -= STEP * CHUNK;
-        from += STEP * CHUNK * Z::HEADS;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          raw[i] = i < left && count + 1 < piece.end - piece.first ? to_float(from[i * Z::HEADS]) : 0.0f;
-      }
-      if constexpr (!O::STATE_ONLY) {
-        named_barrier(PROVIDER_BARRIER, WARPGROUP);
-        const unsigned c_tiles = shared + slot.stage * L::SLOT;
-        barrier_wait(shared + L::FULL + 8 * slot.stage, slot.parity);
-        slot.advance();
-        const unsigned b_tiles = shared + slot.stage * L::SLOT;
-        barrier_wait(shared + L::FULL + 8 * slot.stage, slot.parity);
-        slot.advance();
-        float s[32];
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4 * int(L::GROUP_TILES); ++k) {
-          const unsigned at = k / 4 * TILE + k % 4 * 32;
-          Wgmma<T, CHUNK>::template shared<>(s, advanced(row_descriptor(c_tiles), at),
-                                             advanced(row_descriptor(b_tiles), at), k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(s);
-#pragma unroll 1
-        for (int i = 0; i < S::BLOCKS_HERE; ++i) {
-          // First the first block of each warpgroup.
-          const int block = i % L::WRITERS * S::BLOCKS + i / L::WRITERS;
-          barrier_wait(shared + L::PAIRS_EMPTY + 8 * block, pairs_parity);
-          store_pairs<T, Z>(s, scalars[block], shared + L::PAIRS + block * TILE, warp, lane);
-          fence_async_proxy();
-          __syncwarp();
-          if (lane == 0) barrier_arrive(shared + L::PAIRS_FULL + 8 * block);
-        }
-        pairs_parity ^= 1;
-      }
+      compute_scalars<Z, O>(reinterpret_cast<Scalars*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp], raw,
+                            there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.place);
+      // With so few slots there is room only once C of the chunk before is used up, which x must not wait for.
+      if (S::SLOTS <= 3 && !O::STATE_ONLY && warp == 0 && lane == 0)
+        bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+      ++done;
+      chunk += STEP;
+      from += STEP * CHUNK * Z::HEADS;
+      if (chunk != stop) read_steps();
     }
     if constexpr (O::STATE_ONLY) {
       const int slots = S::SEGMENTS - 1;
       const long long at = piece.row * slots + piece.first / S::CHUNKS_PER_SEGMENT;
-      if (has_block && lane == 0) totals[at * S::BLOCKS_HERE + warp] = later;
+      if (lane == 0) totals[at * S::BLOCKS_HERE + warp] = later;
     }
   }
 }
@@ -539,16 +493,16 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
   }
   Piece piece;
   Pieces<Z, S>().next(piece);
-  Ring<S::SLOTS> slot;
-  Ring<S::STAGES> stage;
   unsigned used = 0;  // barrier of the slot that the products under way read
 #pragma unroll 1
-  for (int count = piece.end - piece.first; count > 0; --count, slot.advance(), stage.advance()) {
-    const unsigned x_tiles = shared + L::X + stage.stage * L::STAGE + me.first_block * TILE;
-    const unsigned b_tiles = shared + slot.stage * L::SLOT + me.part * L::PART_TILES * TILE;
+  for (int count = 0; count < piece.end - piece.first; ++count) {
+    const Turn<S::STAGES> stage(count);
+    const Turn<S::SLOTS> slot(count);
+    const unsigned x_tiles = shared + L::X + stage.place * L::STAGE + me.first_block * TILE;
+    const unsigned b_tiles = shared + slot.place * L::SLOT + me.part * L::PART_TILES * TILE;
     const Scalars* scalars =
-        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage.stage * S::BLOCKS_HERE + me.first_block;
-    barrier_wait(shared + L::X_FULL + 8 * stage.stage, stage.parity);
+        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage.place * S::BLOCKS_HERE + me.first_block;
+    barrier_wait(shared + L::X_FULL + 8 * stage.place, stage.parity);
     unsigned x[BLOCKS][4][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
@@ -560,13 +514,13 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
       }
     }
     __syncwarp();
-    if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage.stage);
+    if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage.place);
     wgmma_wait<0>();
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
     if (used && me.lane == 0) barrier_arrive(used);
-    used = shared + L::EMPTY + 8 * slot.stage;
-    barrier_wait(shared + L::FULL + 8 * slot.stage, slot.parity);
+    used = shared + L::EMPTY + 8 * slot.place;
+    barrier_wait(shared + L::FULL + 8 * slot.place, slot.parity);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
@@ -661,21 +615,48 @@ __device__ __forceinline__ void finish(unsigned (&rounded)[4], float* y, unsigne
   for (int i = 0; i < 4; ++i) rounded[i] = Pair<T>::of(y[2 * i], y[2 * i + 1]);
 }
 
+// C B^T of a chunk, over all parts of the state.
+template <typename T, class Z, class S, class O>
+__device__ __forceinline__ void source_products(float (&s)[32], unsigned c_slot, unsigned b_slot) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4 * int(Layout<Z, S, O>::GROUP_TILES); ++k) {
+    const unsigned at = k / 4 * TILE + k % 4 * 32;
+    Wgmma<T, CHUNK>::template shared<>(s, advanced(row_descriptor(c_slot), at), advanced(row_descriptor(b_slot), at),
+                                       k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s);
+}
+
+// S above its diagonal, of the blocks of this warpgroup.
+template <class S>
+__device__ __forceinline__ void clear_pairs(char* pairs, int thread) {
+  for (int i = thread; i < S::BLOCKS * int(TILE) / 16; i += WARPGROUP) {
+    reinterpret_cast<uint4*>(pairs)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // One warpgroup of those that compute y. The one of a state's second part leaves all of y but h C^T to the first's.
 template <bool Second, typename T, class Z, class S, class O>
 __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
                         void* y_memory, int* flags, float* final) {
   using L = Layout<Z, S, O>;
-  constexpr int N = PART<Z, S>, BLOCKS = S::BLOCKS, Y_TILES = L::Y_TILES;
+  static_assert(S::STAGES == 2);
+  constexpr int N = PART<Z, S>, BLOCKS = S::BLOCKS;
   using Product = Wgmma<T, CHUNK>;
   const unsigned shared = shared_address(memory);
   const Member<S> me;
   const int barrier = FIRST_BARRIER + me.warpgroup;
-  const int writer = me.warpgroup / S::PARTS;  // among the warpgroups that write y
+  const unsigned pair_tiles = shared + L::PAIRS + me.first_block * TILE,
+                 y_tiles = shared + L::Y + me.first_block * TILE;
+  if constexpr (!Second) {
+    clear_pairs<S>(memory + L::PAIRS + me.first_block * TILE, me.thread);
+    named_barrier(barrier, WARPGROUP);
+  }
 
-  float h[BLOCKS][N / 2];
-  float* skip = reinterpret_cast<float*>(memory + L::SKIP) + me.first_block * 64;
-  Ring<S::SLOTS> slot;
+  float h[BLOCKS][N / 2], skip[BLOCKS][2];
   unsigned count = 0;  // chunks done, for stages and parities
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
@@ -688,172 +669,170 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       start_state<Z, S, O>(h[b], piece, place, b, initial, y_memory, me);
-    }
-    if constexpr (O::HAS_D && !Second) {
-      const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block) * 64;
-      if (me.thread < BLOCKS * 64) skip[me.thread] = from[me.thread];
-      named_barrier(barrier, WARPGROUP);
+      if constexpr (O::HAS_D && !Second) {
+        const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block + b) * 64;
+        skip[b][0] = from[me.row];
+        skip[b][1] = from[me.row + 8];
+      }
     }
     if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
       named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
     }
 #pragma unroll 1
     for (int chunk = piece.first; chunk < piece.end; ++chunk, ++count) {
-      static_assert(S::STAGES == 2);
-      const unsigned stage = count % 2, stage_parity = count / 2 % 2;
-      const unsigned c_tiles = shared + slot.stage * L::SLOT + me.part * L::PART_TILES * TILE;
-      const unsigned c_empty = shared + L::EMPTY + 8 * slot.stage;
-      barrier_wait(shared + L::FULL + 8 * slot.stage, slot.parity);
-      slot.advance();
-      const unsigned b_tiles = shared + slot.stage * L::SLOT + me.part * L::PART_TILES * TILE;
+      const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
       const Scalars* scalars =
           reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+      const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
+      const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
+      const unsigned c_tiles = c_slot + me.part * L::PART_TILES * TILE;
+      barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
+      const unsigned b_slot = shared + B.place * L::SLOT, b_empty = shared + L::EMPTY + 8 * B.place;
+      const unsigned b_tiles = b_slot + me.part * L::PART_TILES * TILE;
+      barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
+      barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+      if constexpr (!Second) {
+        float s[32];
+        source_products<T, Z, S, O>(s, c_slot, b_slot);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+        fence_async_proxy();
+        if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
+        named_barrier(barrier, WARPGROUP);
+        if (S::PARTS > 1 && me.lane == 0) barrier_arrive(shared + L::OTHER_EMPTY);
+        if (O::HAS_Z && S::PARTS == 1 && me.thread == 0) {
+#pragma unroll
+          for (int b = 0; b < BLOCKS; ++b) {
+            const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
+            barrier_expect(gate, TILE);
+            copy_in(y_tiles + b * TILE, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
+          }
+        }
+      }
+
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        const unsigned x_tile = shared + L::X + stage * L::STAGE + (me.first_block + b) * TILE;
-        const unsigned pairs = shared + L::PAIRS + (me.first_block + b) * TILE;
-        // Two tiles take turns to hold y.
-        const unsigned out = Y_TILES == 1 ? writer : writer * Y_TILES + (BLOCKS == 1 ? stage : b);
-        const unsigned out_parity = Y_TILES == 2 && BLOCKS == 1 ? stage_parity : stage;
-        const unsigned y_tile = shared + L::Y + out * TILE, gate = shared + L::GATE + 8 * out;
-        if constexpr (!Second && Y_TILES == 1) {
-          if (me.thread == 0) copies_wait_read<0>();  // the y before has left its tile
-          named_barrier(barrier, WARPGROUP);
-          if (me.lane == 0) barrier_arrive(shared + L::OTHER_EMPTY);
-        }
-        const auto bring_z = [&] {
-          if (me.thread == 0) {
-            barrier_expect(gate, TILE);
-            copy_in(y_tile, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
-          }
-        };
-        if constexpr (O::HAS_Z && Y_TILES > 1) bring_z();
+        const unsigned x_tile = x_tiles + b * TILE, pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
         float y[32];
-        wgmma_wait<0>();
-        // The state as an operand, 16 registers of it at a time: one half is made while the other is in use.
-        constexpr int STEPS = N / 16, DEPTH = 2;
-        unsigned a[2][DEPTH][4];
+        // The state as an operand, at most 32 registers of it at a time.
+        constexpr int STEPS = N / 16, DEPTH = STEPS < 8 ? STEPS : 8;
 #pragma unroll
         for (int first = 0; first < STEPS; first += DEPTH) {
-          if (first >= 2 * DEPTH) wgmma_wait<1>();
+          if (first > 0) {
+            wgmma_wait<0>();
+            pin(y);
+          }
+          unsigned a[DEPTH][4];
 #pragma unroll
           for (int k = 0; k < DEPTH; ++k) {
             if (first + k >= STEPS) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const float* pair = h[b] + 8 * (first + k) + 2 * i;
-              a[first / DEPTH % 2][k][i] = Pair<T>::of(pair[0], pair[1]);
+              a[k][i] = Pair<T>::of(pair[0], pair[1]);
             }
           }
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < DEPTH; ++k) {
             if (first + k >= STEPS) break;
-            const unsigned at = (first + k) / 4 * TILE + (first + k) % 4 * 32;
-            Product::template registers<>(y, a[first / DEPTH % 2][k], advanced(row_descriptor(c_tiles), at),
-                                          first + k > 0);
+            const unsigned at = (first + k) / 4 * TILE + k % 4 * 32;
+            Product::template registers<>(y, a[k], advanced(row_descriptor(c_tiles), at), first + k > 0);
           }
           wgmma_commit();
         }
-        if (b == 0) barrier_wait(shared + L::X_FULL + 8 * stage, stage_parity);
         scale(h[b], scalars[b].carried[CHUNK - 1]);
         wgmma_wait<0>();
         pin(y);
         if (b == BLOCKS - 1 && me.lane == 0) barrier_arrive(c_empty);
-        unsigned x[4][4], rounded[4][4], finite = 0;
-        bool poisoned = false;
-        const float factor[2] = {O::HAS_D && !Second ? skip[b * 64 + me.row] : 0.0f,
-                                 O::HAS_D && !Second ? skip[b * 64 + me.row + 8] : 0.0f};
+        unsigned x[4][4], weighed[4][4], finite = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + 16 * k + 8 * half + me.column);
+            const int token = 16 * k + 8 * half + me.column;
+            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + token);
+            const float2 leaving = *reinterpret_cast<const float2*>(scalars[b].leaving + token);
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
+              const float x0 = Pair<T>::low(x[k][i]), x1 = Pair<T>::high(x[k][i]);
               float& y0 = y[8 * k + 2 * i];
               float& y1 = y[8 * k + 2 * i + 1];
               y0 *= carried.x, y1 *= carried.y;
-              if constexpr (!Second) {
-                if constexpr (O::HAS_D) {
-                  y0 += factor[i % 2] * Pair<T>::low(x[k][i]), y1 += factor[i % 2] * Pair<T>::high(x[k][i]);
-                }
-                finite = Pair<T>::plus_zero_times(finite, x[k][i]);
-              }
+              if constexpr (O::HAS_D && !Second) y0 += skip[b][i % 2] * x0, y1 += skip[b][i % 2] * x1;
+              weighed[k][i] = Pair<T>::of(x0 * leaving.x, x1 * leaving.y);
+              if constexpr (!Second) finite = Pair<T>::plus_zero_times(finite, x[k][i]);
             }
           }
         }
-        if constexpr (Second) {
+        const bool poisoned = !Second && __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+        if (poisoned) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) send_half<L>(memory, y + 16 * half, half, me.thread);
-        } else {
-          poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
-          if (poisoned) {
+          for (int k = 0; k < 4; ++k) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
-            }
+            for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
           }
-          barrier_wait(shared + L::PAIRS_FULL + 8 * (me.first_block + b), stage);
-          wgmma_fence();
+        }
+        wgmma_fence();
+        if constexpr (!Second) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             Product::template registers<>(y, x[k], advanced(row_descriptor(pairs), k * 32), true);
           }
           wgmma_commit();
-          wgmma_wait<0>();
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          Wgmma<T, N>::template registers<true>(h[b], weighed[k], advanced(column_descriptor(b_tiles, TILE), k * 2048),
+                                                true);
+        }
+        wgmma_commit();
+        if constexpr (Second) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) send_half<L>(memory, y + 16 * half, half, me.thread);
+        } else {
+          wgmma_wait<1>();
           pin(y);
+          const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
           if constexpr (S::PARTS > 1) {
             add_half<L>(memory, y, 0, me.thread);
             if (me.lane == 0) barrier_arrive(shared + L::OTHER_EMPTY);
             add_half<L>(memory, y + 16, 1, me.thread);
             named_barrier(barrier, WARPGROUP);
-            if constexpr (O::HAS_Z) bring_z();
+            if (O::HAS_Z && me.thread == 0) {
+              barrier_expect(gate, TILE);
+              copy_in(y_tile, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
+            }
           }
-          if constexpr (O::HAS_Z) barrier_wait(gate, out_parity);
+          if constexpr (O::HAS_Z) barrier_wait(gate, count % 2);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            finish<T, O::HAS_Z>(rounded[k], y + 8 * k, y_tile + me.channel_tile + k * 2048);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
-          weigh<T>(x[k], x[k], scalars[b].leaving + 16 * k + me.column);
-        }
-        if (b == 0) barrier_wait(shared + L::FULL + 8 * slot.stage, slot.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          Wgmma<T, N>::template registers<true>(h[b], x[k], advanced(column_descriptor(b_tiles, TILE), k * 2048), true);
-        }
-        wgmma_commit();
-        if constexpr (!Second) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded[k]);
+            unsigned rounded[4];
+            finish<T, O::HAS_Z>(rounded, y + 8 * k, y_tile + me.channel_tile + k * 2048);
+            store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded);
           }
           if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
-          fence_async_proxy();
-          if (Y_TILES > 1 && me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
-          named_barrier(barrier, WARPGROUP);
-          if (me.lane == 0) barrier_arrive(shared + L::PAIRS_EMPTY + 8 * (me.first_block + b));
-          if (me.thread == 0) {
-            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tile, KEEP_FIRST);
-            copies_commit();
-          }
         }
       }
+      if constexpr (!Second) fence_async_proxy();
       wgmma_wait<0>();
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
       if (me.lane == 0) {
-        barrier_arrive(shared + L::EMPTY + 8 * slot.stage);
+        barrier_arrive(b_empty);
         barrier_arrive(shared + L::X_EMPTY + 8 * stage);
       }
-      slot.advance();
+      if constexpr (!Second) {
+        named_barrier(barrier, WARPGROUP);
+        if (me.thread == 0) {
+#pragma unroll
+          for (int b = 0; b < BLOCKS; ++b) {
+            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
+          }
+          copies_commit();
+        }
+      }
     }
 
     if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
@@ -880,26 +859,49 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
   const unsigned shared = shared_address(memory);
   const Member<S> me;
   const int barrier = FIRST_BARRIER + me.warpgroup;
-  Ring<S::SLOTS> slot;
-  unsigned count = 0, tiles = 0;  // chunks and tiles of y done, for stages and parities
+  const unsigned pair_tiles = shared + L::PAIRS + me.first_block * TILE,
+                 y_tiles = shared + L::Y + me.first_block * TILE;
+  clear_pairs<S>(memory + L::PAIRS + me.first_block * TILE, me.thread);
+  named_barrier(barrier, WARPGROUP);
+  unsigned count = 0;  // chunks done, for stages and parities
   Pieces<Z, S> pieces;
 #pragma unroll 1
   for (Piece piece; pieces.next(piece); ++count) {
     const Place<Z, S> place(piece.row);
-    const unsigned stage = count % 2;
+    const int block = place.block + me.first_block;
+    const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
+    const Scalars* scalars =
+        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+    const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
+    const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
+    barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
+    const unsigned b_slot = shared + B.place * L::SLOT, b_empty = shared + L::EMPTY + 8 * B.place;
+    barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
+    barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+    float s[32];
+    source_products<T, Z, S, O>(s, c_slot, b_slot);
+    if (me.lane == 0) {
+      barrier_arrive(c_empty);
+      barrier_arrive(b_empty);
+    }
 #pragma unroll 1
-    for (int b = 0; b < S::BLOCKS; ++b, ++tiles) {
-      const int here = me.first_block + b, block = place.block + here;
-      const unsigned x_tile = shared + L::X + stage * L::STAGE + here * TILE, pairs = shared + L::PAIRS + here * TILE;
-      const unsigned out = me.warpgroup * 2 + tiles % 2;
-      const unsigned y_tile = shared + L::Y + out * TILE, gate = shared + L::GATE + 8 * out;
+    for (int b = 0; b < S::BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+    fence_async_proxy();
+    if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
+    named_barrier(barrier, WARPGROUP);
+#pragma unroll 1
+    for (int b = 0; b < S::BLOCKS; ++b) {
+      const unsigned x_tile = x_tiles + b * TILE, pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
+      const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
       if (O::HAS_Z && me.thread == 0) {
         barrier_expect(gate, TILE);
-        copy_in(y_tile, z, 0, block, 0, place.batch_row, gate, KEEP_FIRST);
+        copy_in(y_tile, z, 0, block + b, 0, place.batch_row, gate, KEEP_FIRST);
       }
-      const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block) * 64;
-      const float skip[2] = {O::HAS_D ? from[me.row] : 0.0f, O::HAS_D ? from[me.row + 8] : 0.0f};
-      if (b == 0) barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+      float skip[2] = {0.0f, 0.0f};
+      if constexpr (O::HAS_D) {
+        const float* from = D + ((long long)block + b) * 64;
+        skip[0] = from[me.row], skip[1] = from[me.row + 8];
+      }
       float y[32];
       unsigned x[4][4], finite = 0;
 #pragma unroll
@@ -920,7 +922,6 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
           for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
         }
       }
-      barrier_wait(shared + L::PAIRS_FULL + 8 * here, stage);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -929,7 +930,7 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
       wgmma_commit();
       wgmma_wait<0>();
       pin(y);
-      if constexpr (O::HAS_Z) barrier_wait(gate, tiles / 2 % 2);
+      if constexpr (O::HAS_Z) barrier_wait(gate, count % 2);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         unsigned rounded[4];
@@ -937,19 +938,16 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
         store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded);
       }
       if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
-      fence_async_proxy();
-      if (me.thread == 0) copies_wait_read<0>();  // the y before has left the next tile
-      named_barrier(barrier, WARPGROUP);
-      if (me.lane == 0) barrier_arrive(shared + L::PAIRS_EMPTY + 8 * here);
-      if (me.thread == 0) {
-        copy_out(y_map, 0, block, 0, place.batch_row, y_tile, KEEP_FIRST);
-        copies_commit();
-      }
     }
+    fence_async_proxy();
+    __syncwarp();
     if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
-#pragma unroll
-    for (int i = 0; i < 2; ++i, slot.advance()) {  // C and B: all of S is there, so they were read
-      if (me.lane == 0) barrier_arrive(shared + L::EMPTY + 8 * slot.stage);
+    named_barrier(barrier, WARPGROUP);
+    if (me.thread == 0) {
+#pragma unroll 1
+      for (int b = 0; b < S::BLOCKS; ++b)
+        copy_out(y_map, 0, block + b, 0, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
+      copies_commit();
     }
   }
   if (me.thread == 0) copies_wait<0>();
@@ -980,21 +978,19 @@ __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
     };
     init(L::FULL, L::EMPTY, S::SLOTS, 1, WARPS);
     init(L::X_FULL, L::X_EMPTY, S::STAGES, 1 + S::BLOCKS_HERE, WARPS);
-    init(L::PAIRS_FULL, L::PAIRS_EMPTY, S::BLOCKS_HERE, 4, 4);
     init(L::OTHER_FULL, L::OTHER_EMPTY, 1, 4, 4);
-    for (int i = 0; i < L::WRITERS * L::Y_TILES; ++i) barrier_init(shared + L::GATE + 8 * i, 1);
+    for (int i = 0; i < S::BLOCKS_HERE; ++i) barrier_init(shared + L::GATE + 8 * i, 1);
     fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     if constexpr (S::WARPGROUPS > 1) give_registers<PROVIDER_REGISTERS>();
     // Waits for no earlier kernel: none of this plan writes what it reads, and the first one starts after all others.
-    provide<T, D, Z, S, O>(memory, x, B, C, dt, dt_bias, A, totals, low, high);
+    provide<D, Z, S, O>(memory, x, B, C, dt, dt_bias, A, totals, low, high);
   } else {
     if constexpr (S::WARPGROUPS > 1) take_registers<COMPUTE_REGISTERS>();
     wait_for_earlier_kernels();
     if constexpr (O::STATE_ONLY) {
-      let_next_kernel_start();
       compute_states<T, Z, S, O>(memory, initial, y_memory);
     } else if constexpr (O::STATELESS) {
       compute_stateless<T, Z, S, O>(memory, z, y, skip);
