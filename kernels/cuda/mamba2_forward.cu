@@ -1,15 +1,16 @@
 // The forward scan of Mamba-2 for sm_90: chunks of 64 tokens, states in registers, products by warpgroups.
 //
 // A *block* is 64 channels of one head: its state is h [64, N]. A thread block walks several blocks of one group, which
-// share the tiles of B and C, and computes for every chunk, per block,
+// share the tiles of B and C. One warpgroup brings in tiles by TMA and computes steps and decays; each of the others
+// keeps the states of `Blocks` blocks as accumulators and computes for every chunk, per block,
 //
 //   Y^T = exp2(g_i) h C^T + X^T S^T + D X^T,    S_ij = (C B^T)_ij exp2(g_i - g_j) dt_j for i >= j, else 0
 //   h   = exp2(g_last) h + (X o dt exp2(g_last - g))^T B
 //
-// with g the running log2 decay within the chunk. In this orientation h and X^T are operands in registers, and only S
-// passes through shared memory. The first warpgroup, the *provider*, brings in tiles by TMA and computes decays, C B^T
-// (once for all blocks) and S, ahead of the others, which keep the states as accumulators. A state of more than 256 is
-// kept by two warpgroups, a *part* of it each; what the second part adds to y passes through shared memory.
+// with g the running log2 decay within the chunk. In this orientation h and X^T are operands in registers, C B^T is
+// computed once for all blocks of a warpgroup, and only S passes through shared memory. A state of more than 256 is
+// kept by two warpgroups, a *part* of it each; what the second part adds to y passes through shared memory. Rows
+// without states that fit a chunk share one: then y is X^T S^T + D X^T.
 //
 // A *row* is one batch row of the blocks that a thread block walks together. How rows are divided among thread blocks:
 // - Segments > 1: every row into as many segments; `forward` with StateOnly finds each segment's end state from zero,
@@ -503,6 +504,11 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
     const Scalars* scalars =
         reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage.place * S::BLOCKS_HERE + me.first_block;
     barrier_wait(shared + L::X_FULL + 8 * stage.place, stage.parity);
+    wgmma_wait<0>();  // until then the products of the chunk before read the registers of x
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
+    if (used && me.lane == 0) barrier_arrive(used);
+    used = shared + L::EMPTY + 8 * slot.place;
     unsigned x[BLOCKS][4][4];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
@@ -515,11 +521,6 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
     }
     __syncwarp();
     if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage.place);
-    wgmma_wait<0>();
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
-    if (used && me.lane == 0) barrier_arrive(used);
-    used = shared + L::EMPTY + 8 * slot.place;
     barrier_wait(shared + L::FULL + 8 * slot.place, slot.parity);
     wgmma_fence();
 #pragma unroll
