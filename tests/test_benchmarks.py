@@ -81,7 +81,7 @@ def test_mamba3(tmp_path):
 
 def test_reference_is_the_recurrence():
     case = cases.CASES["tiny_softplus"]
-    row = inputs.checked_row(case)
+    row = inputs.checked(case)
     with jax.enable_x64(True):
         given = {name: np.asarray(value, np.float64) for name, value in row.items()}
         per_token = [given[name][0] for name in ("x", "dt", "B", "C")]
@@ -96,6 +96,31 @@ def test_reference_is_the_recurrence():
         x, dt, b, c = per_token
         got = reference.scan_row(x, dt, a, b, c, d, bias)
         assert rows.relative_error(np.asarray(got), np.asarray(wanted)) < 1e-13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tiny_softplus", "tiny_siso"])
+def test_of_a_long_row_both_ends_are_compared(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "PIECE", {"mamba2": 32, "mamba3": 16})
+    assert len(inputs.pieces(cases.CASES[case])) == 2
+    words = f"{case} --passes forward_backward --implementations plain_xla --repeats 2 --sample-ms 1 --in-process"
+    (row,) = run.main([*words.split(), "--output", str(tmp_path)])["rows"]
+    assert row["status"] == "ok"
+    assert max(row["errors"].values()) < 5e-5  # a sum of decays within a chunk goes through the reset
+
+
+@pytest.mark.slow
+def test_processes_share_the_cases_and_a_spent_budget_leaves_what_there_is(tmp_path):
+    words = "tiny_step tiny_siso --passes step --implementations plain_xla jla --repeats 2 --sample-ms 1"
+    made = run.main([*words.split(), "--processes", "2", "--output", str(tmp_path)])
+    assert {(row["implementation"], row["status"]) for row in made["rows"]} == {
+        ("plain_xla", "ok"),
+        ("jla", "unsupported"),
+    }
+    with pytest.raises(RuntimeError, match="the budget was spent"):
+        run.main([*words.split(), "--budget", "1", "--output", str(tmp_path), "--name", "short"])
+    (path,) = tmp_path.glob("*-short.json")
+    assert {row["reason"] for row in json.loads(path.read_text())["rows"]} == {"the budget was spent"}
 
 
 def test_floor_of_the_first_case():
@@ -131,6 +156,15 @@ def test_memory_is_held_against_the_limit_and_the_peers():
     assert row["peer_memory_ratio"] == pytest.approx(173015040 / 181406912)
     assert "times the memory limit" in report.table(result)
     assert "memory_limit" not in next(row for row in result["rows"] if row["pass"] == "step")
+
+
+def test_memory_of_mamba3_stands_beside_that_of_a_kernel_per_chunk():
+    case = cases.CASES["mimo_first"]
+    states, rows_of_rank = 4 * 32 * (2048 // 16) * 128 * 64 * 4, 4 * 32 * 2048 * 4 * 64 * 4
+    passed = floors.necessary_bytes(case, "forward")
+    assert floors.chunk_kernel_memory(case, "forward") == passed + states
+    assert floors.chunk_kernel_memory(case, "forward_backward") == 2 * passed + 3 * states + rows_of_rank
+    assert floors.chunk_kernel_memory(cases.CASES["first"], "forward") is None
 
 
 @pytest.fixture
