@@ -54,8 +54,8 @@ def memory_limit(case: Case, pass_name: str) -> int | None:
 def chunk_kernel_memory(case: Case, pass_name: str) -> int | None:
     """Bytes that Mamba-3 takes where every chunk is a block of its own and its float32 states lie in memory.
 
-    That is how the public CUDA kernels this library began from work: the states of all chunks in the forward, twice more
-    in the backward (computed again, and their gradients), and the gradient of every rank's output.
+    The simplest chunked kernels do so: the states of all chunks in the forward, twice more in the backward (computed
+    again, and their gradients), and the gradient of every rank's output.
     """
     if not case.rank or pass_name not in MEMORY_ALLOWED:
         return None
