@@ -68,7 +68,7 @@ def add_ratios(result: dict[str, Any]) -> None:
 
     `times_floor` reads "this many times the floor"; `peer_ratio` is the fastest other peer's time over this row's, so
     above 1 this row is the faster one; `peer_memory_ratio` is the same of the leanest peer's memory. `times_limit`
-    above 1 is more memory than a pass should take; `chunk_kernel_memory` is explained in benchmarks/floors.py. Wrong rows
+    above 1 is more memory than a pass should take; `chunk_kernel_memory`: see benchmarks/floors.py. Wrong rows
     are nobody's yardstick.
     """
     cases = {name: Case(**case) for name, case in result["cases"].items()}
