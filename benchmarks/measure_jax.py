@@ -46,12 +46,22 @@ def custom_calls(compiled: Any) -> dict[str, int]:
     return dict(Counter(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text())))
 
 
-def missing_calls(peer: Peer, counts: dict[str, int], expected: int) -> list[str]:
-    """A program without the kernels it is meant to time is a program that was measured for nothing."""
+def _kernels(peer: Peer, counts: dict[str, int]) -> int:
+    """How many of a program's custom calls are the implementation's own."""
     if peer.custom_call is None:
-        return []
-    found = sum(count for target, count in counts.items() if target.startswith(peer.custom_call))
-    return [] if found >= expected else [f"{found} calls of {peer.custom_call} in the program, expected {expected}"]
+        return 0
+    return sum(count for target, count in counts.items() if target.startswith(peer.custom_call))
+
+
+def missing_calls(peer: Peer, compiled: Any, single: Any, calls: int, least: int = 1) -> list[str]:
+    """A program without the kernels it is meant to time is a program that was measured for nothing.
+
+    One call has `least` kernels or more where there must be any, and the program has those of one call as often as it
+    calls.
+    """
+    each, found = (_kernels(peer, custom_calls(program)) for program in (single, compiled))
+    expected = calls * max(least if peer.custom_call and peer.must_call else 0, each)
+    return [] if found == expected else [f"{found} calls of {peer.custom_call} in the program, expected {expected}"]
 
 
 def memory(compiled: Any) -> dict[str, int]:
@@ -63,14 +73,24 @@ def memory(compiled: Any) -> dict[str, int]:
     return sizes | {"peak": sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]}
 
 
-def _calls(peer: Peer, case: Case, pass_name: str) -> tuple[int, int]:
-    """Sets of operands in a program, and how often each is used so that the program outlasts its dispatch."""
-    # Off the GPU there is no cold cache to insist on, and XLA's CPU compiler is slow: one call, compiled once.
+def _single(function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...] = ()) -> Any:
+    """One call compiled, for its memory and its kernels; None off the GPU, where every program is one call."""
     if jax.devices()[0].platform != "gpu":
+        return None
+    return timing.compile_program(function, arguments, donate, timing.GPU_OPTIONS)[0]
+
+
+def _calls(peer: Peer, case: Case, pass_name: str, single: Any) -> tuple[int, int]:
+    """Sets of operands in a program, and how often each is used so that the program outlasts its dispatch.
+
+    More than once only where kernels can be counted in the program: equal calls could be made one.
+    """
+    if single is None:  # off the GPU there is no cold cache to insist on, and XLA's compiler for CPUs is slow
         return 1, 1
     nbytes = necessary_bytes(case, pass_name)
     sets = timing.calls_per_program(nbytes, min(peer.most_calls, MOST_SETS))
-    return sets, max(1, min(peer.most_calls, PROGRAM_BYTES // nbytes) // sets)
+    countable = _kernels(peer, custom_calls(single)) > 0
+    return sets, max(1, min(peer.most_calls, PROGRAM_BYTES // nbytes) // sets) if countable else 1
 
 
 def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -186,8 +206,6 @@ def _sequence(
     backward = pass_name == "forward_backward"
     # Jitted by itself, so that it is lowered once however many calls there are.
     call = jax.jit(peer.forward_backward(case, variant) if backward else peer.forward(case, variant))
-    count, turns = _calls(peer, case, pass_name)
-    place = names.index("D")
 
     def pick(drawn: Drawn) -> tuple[Any, ...]:
         operands = tuple(drawn[name] for name in names)
@@ -197,19 +215,18 @@ def _sequence(
         outputs: list[Any] = []
         for turn in range(turns):
             for one in sets:
-                if turn:  # waits for the turn before: equal calls would be made one
-                    operands = list(one[0] if backward else one)
-                    operands[place], outputs[-1] = jax.lax.optimization_barrier((operands[place], outputs[-1]))
-                    one = (tuple(operands), one[1]) if backward else tuple(operands)
+                if turn:  # all of it waits for the call before: equal calls would be made one
+                    one, outputs[-1] = jax.lax.optimization_barrier((one, outputs[-1]))
                 outputs.append(call(*one))
         return outputs
 
     inputs = _Inputs(case)
-    shaped = [pick(inputs.shapes)] * count
+    single = _single(call, pick(inputs.shapes))
+    count, turns = _calls(peer, case, pass_name, single)
+    calls, shaped = count * turns, [pick(inputs.shapes)] * count
     compiled, options = timing.compile_program(program, (shaped,), (), timing.GPU_OPTIONS)
-    single = compiled if count * turns == 1 else timing.compile_program(call, shaped[0], (), timing.GPU_OPTIONS)[0]
-    calls, counts = count * turns, custom_calls(compiled)
-    problems = missing_calls(peer, counts, calls * (2 if backward and peer.custom_call == "jax_ssd.launch" else 1))
+    single = single or compiled
+    problems = missing_calls(peer, compiled, single, calls, 2 if backward else 1)
 
     def look(outputs: list[Any], reference: Any) -> tuple[dict[str, jax.Array], list[jax.Array]]:
         ys = [output[0] if backward else output for output in outputs[:count]]
@@ -227,7 +244,7 @@ def _sequence(
         time = timing.measure(lambda: compiled(sets), jax.block_until_ready, calls, effort)
         return rows.measured(
             case, pass_name, peer.name, time, _floats(errors), found,
-            variant=variant, memory=memory(single), custom_calls=counts, compiler_options=options,
+            variant=variant, memory=memory(single), custom_calls=custom_calls(compiled), compiler_options=options,
             rotation_bytes=count * necessary_bytes(case, pass_name),
         )  # fmt: skip
 
@@ -239,7 +256,6 @@ def _step(
 ) -> Callable[[Reference], Row]:
     """n independent states, advanced by tokens of their own; a program's states are the next one's."""
     step = jax.jit(peer.step(case, variant))
-    count, turns = _calls(peer, case, pass_name)
 
     def program(states: list[Any], tokens: list[Any]) -> tuple[list[Any], list[Any]]:
         states, ys = list(states), []
@@ -260,13 +276,12 @@ def _step(
 
     inputs = _Inputs(case)
     state, token = jax.eval_shape(pick, inputs.shapes)
-    shaped = ([state] * count, [token] * count)
+    single = _single(step, (state, *token), (0,))
+    count, turns = _calls(peer, case, pass_name, single)
+    calls, shaped = count * turns, ([state] * count, [token] * count)
     compiled, options = timing.compile_program(program, shaped, (0,), timing.GPU_OPTIONS)
-    single = (
-        compiled if count * turns == 1 else timing.compile_program(step, (state, *token), (0,), timing.GPU_OPTIONS)[0]
-    )
-    calls, counts = count * turns, custom_calls(compiled)
-    problems = missing_calls(peer, counts, calls)
+    single = single or compiled
+    problems = missing_calls(peer, compiled, single, calls)
     wanted = ["step_y", "step_state"]
     picker = _compiled(pick, inputs.shapes)
     looker = _compiled(look, *jax.eval_shape(program, *shaped), _expected(case, inputs, wanted))
@@ -288,7 +303,7 @@ def _step(
         time = timing.measure(execute, jax.block_until_ready, calls, effort)
         return rows.measured(
             case, pass_name, peer.name, time, _floats(errors), found,
-            variant=variant, memory=memory(single), custom_calls=counts, compiler_options=options,
+            variant=variant, memory=memory(single), custom_calls=custom_calls(compiled), compiler_options=options,
             rotation_bytes=count * necessary_bytes(case, pass_name),
         )  # fmt: skip
 
@@ -324,8 +339,7 @@ def _decode(
     picker = _compiled(pick, inputs.shapes, [inputs.shapes] * 3)
     shaped = jax.eval_shape(pick, inputs.shapes, [inputs.shapes] * 3)
     compiled, options = timing.compile_program(program, shaped, (0,), DECODE_OPTIONS)
-    counts = custom_calls(compiled)
-    problems = missing_calls(peer, counts, 1)
+    problems = missing_calls(peer, compiled, compiled, 1)
     looker = _compiled(look, jax.eval_shape(program, *shaped)[1], _expected(case, inputs, ["step_y"]))
 
     def run(reference: Reference) -> Row:
@@ -343,7 +357,7 @@ def _decode(
         time = timing.measure(execute, jax.block_until_ready, DECODE_TOKENS, effort)
         return rows.measured(
             case, pass_name, peer.name, time, _floats(errors), found,
-            variant=variant, memory=memory(compiled), custom_calls=counts, compiler_options=options,
+            variant=variant, memory=memory(compiled), custom_calls=custom_calls(compiled), compiler_options=options,
             rotation_bytes=necessary_bytes(case, "step"),
         )  # fmt: skip
 

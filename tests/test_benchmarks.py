@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, compare, floors, inputs, plot, reference, report, rows, run
+from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run
+from benchmarks.peers import base, own
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,6 +69,22 @@ def test_forward_and_backward(tmp_path):
     assert row["status"] == "ok"
     assert set(row["errors"]) == {"y", "dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias"}
     assert max(row["errors"].values()) < 2e-5
+
+
+@pytest.mark.parametrize(("name", "found", "wrong"), [("cuda", 6, False), ("cuda", 4, True), ("cuda", 0, True)])
+def test_a_program_has_the_kernels_of_one_call_as_often_as_it_calls(name, found, wrong):
+    class Program:
+        def __init__(self, calls):
+            self.calls = calls
+
+        def as_text(self):
+            return 'x = custom-call(), custom_call_target="jax_ssd.launch"\n' * self.calls
+
+    peer = own.load(f"jax_ssd:{name}", base.Options())
+    assert bool(measure_jax.missing_calls(peer, Program(found), Program(2), 3)) == wrong
+    anything = own.load("jax_ssd", base.Options())
+    assert not measure_jax.missing_calls(anything, Program(0), Program(0), 3)
+    assert measure_jax.missing_calls(peer, Program(0), Program(0), 3)
 
 
 @pytest.mark.slow

@@ -35,7 +35,8 @@ class Peer:
     name: str = ""
     framework: str = "jax"  # or "torch"
     most_calls: int = 48  # calls unrolled in one program; fewer where the compiler is slow on them
-    custom_call: str | None = None  # target that the compiled program must contain, as often as it calls the op
+    custom_call: str | None = None  # target of its kernels in the compiled program
+    must_call: bool = True  # whether a program without them is no program of this implementation
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
         """Why this pass of this case cannot run, or None."""
