@@ -88,6 +88,8 @@ def _calls(peer: Peer, case: Case, pass_name: str, single: Any) -> tuple[int, in
     if single is None:  # off the GPU there is no cold cache to insist on, and XLA's compiler for CPUs is slow
         return 1, 1
     nbytes = necessary_bytes(case, pass_name)
+    if nbytes > PROGRAM_BYTES:  # far beyond the cache by itself
+        return 1, 1
     sets = timing.calls_per_program(nbytes, min(peer.most_calls, MOST_SETS))
     countable = _kernels(peer, custom_calls(single)) > 0
     return sets, max(1, min(peer.most_calls, PROGRAM_BYTES // nbytes) // sets) if countable else 1
@@ -236,11 +238,11 @@ def _sequence(
     looker = _compiled(look, jax.eval_shape(program, shaped), _expected(case, inputs, wanted))
 
     def run(reference: Reference) -> Row:
-        sets = [pick(inputs.draw(seed)) for seed in range(count)]
-        outputs = compiled([pick(inputs.planted(0)), *sets[1:]])
+        outputs = compiled([pick(inputs.planted(0)), *(pick(inputs.draw(seed)) for seed in range(1, count))])
         errors, sums = looker(outputs, {name: reference[name] for name in wanted})
         found = [*problems, *distinct_and_finite(sums)]
         del outputs
+        sets = [pick(inputs.draw(seed)) for seed in range(count)]
         time = timing.measure(lambda: compiled(sets), jax.block_until_ready, calls, effort)
         return rows.measured(
             case, pass_name, peer.name, time, _floats(errors), found,

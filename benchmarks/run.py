@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, command: str) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
-        self.ended: dict[int, str] = {}  # by the number of a job, how it ended where that was not well
+        self.ended = ""  # what kept the run from measuring all it was asked for
         self.cases = [case for word in arguments.cases for case in cases.find(word)]
         self.options = Options(arguments.peer_autotune, arguments.peer_configs)
         self.effort = timing.Effort(arguments.sample_ms / 1e3, arguments.repeats)
@@ -93,7 +93,7 @@ class Run:
             self._account_for(jobs)
         self._write()
         if not self.result["ceilings"]:
-            raise RuntimeError(f"references and ceilings could not be measured: {self.ended.get(0, 'no word')}")
+            raise RuntimeError(f"references and ceilings could not be measured: {self.ended}")
         report.check(self.result)
         return self.result
 
@@ -107,7 +107,7 @@ class Run:
         output = Path(folder) / f"{implementation.replace(':', '-')}-{number}.jsonl"
         output.touch()
         passes, parent = tuple(self.arguments.passes), 0 if self.arguments.in_process else os.getpid()
-        return worker.Job(implementation, some, passes, folder, str(output), self.options, self.effort, parent)
+        return worker.Job(implementation, some, passes, folder, str(output), self.options, self.effort, parent=parent)
 
     @staticmethod
     def _wanted(job: worker.Job) -> list[tuple[cases.Case, str]]:
@@ -117,18 +117,15 @@ class Run:
 
     def _side_by_side(self, jobs: list[worker.Job], shown: Progress) -> None:
         """Runs the jobs in processes of their own and collects what they say; stops them when the budget is spent."""
-        running, seen = {}, dict.fromkeys(range(len(jobs)), 0)
+        running, seen, started = {}, *(dict.fromkeys(range(len(jobs)), 0) for _ in range(2))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
         try:
             for number, job in enumerate(jobs):
-                path = Path(job.output).with_suffix(".json")
-                path.write_text(job.to_json())
-                command = [sys.executable, "-m", "benchmarks.worker", str(path)]
-                running[number] = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+                running[number] = self._start(job)
             while running:
                 time.sleep(0.2)
                 if time.monotonic() - self.started > self.arguments.budget:
-                    self.ended |= dict.fromkeys(running, "the budget was spent")
+                    self.ended = "the budget was spent"
                     break
                 for number, process in list(running.items()):
                     code = process.poll()  # before its last words are read
@@ -136,18 +133,44 @@ class Run:
                     if code is None:
                         continue
                     del running[number]
-                    if code:
-                        self.ended[number] = f"its process ended with code {code}"
-                        if jobs[number].implementation == worker.PREPARE:
-                            (Path(jobs[number].folder) / f"{worker.PREPARE}{worker.FAILED}").write_text(
-                                self.ended[number]
-                            )
+                    if code not in (0, worker.AGAIN):
+                        self._died(jobs[number], f"its process ended with code {code}")
+                    more = self._rest(jobs[number])
+                    if code and more.cases and seen[number] > started[number]:
+                        started[number] = seen[number]
+                        running[number] = self._start(more)
         finally:
             for process in running.values():
                 process.kill()
             for number, process in running.items():
                 process.wait()
                 self._collect(jobs[number].output, seen[number], shown)
+
+    @staticmethod
+    def _start(job: worker.Job) -> subprocess.Popen[bytes]:
+        path = Path(job.output).with_suffix(".json")
+        path.write_text(job.to_json())
+        command = [sys.executable, "-m", "benchmarks.worker", str(path)]
+        return subprocess.Popen(command, cwd=Path(__file__).parents[1])
+
+    def _died(self, job: worker.Job, how: str) -> None:
+        """Accounts for the pass that a process died of."""
+        if job.implementation == worker.PREPARE:
+            (Path(job.folder) / f"{worker.PREPARE}{worker.FAILED}").write_text(how)
+            self.ended = how
+        for case, name in self._missing(job)[:1]:
+            self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=how))
+
+    def _rest(self, job: worker.Job) -> worker.Job:
+        """What a job has left to do."""
+        missing = self._missing(job)
+        heard = [(case.name, name) for case, name in self._wanted(job) if (case, name) not in missing]
+        left = [case for case in job.cases if any(case == other for other, _ in missing)]
+        return replace(job, cases=left, done=heard)
+
+    def _missing(self, job: worker.Job) -> list[tuple[cases.Case, str]]:
+        heard = {(row["case"], row["pass"], row["implementation"]) for row in self.result["rows"]}
+        return [(c, name) for c, name in self._wanted(job) if (c.name, name, job.implementation) not in heard]
 
     def _collect(self, output: str, seen: int, shown: Progress) -> int:
         """Takes the lines after the first `seen` ones into the result; how many there are now."""
@@ -169,12 +192,10 @@ class Run:
 
     def _account_for(self, jobs: list[worker.Job]) -> None:
         """Adds a row for everything that was wanted and not heard of."""
-        done = {(row["case"], row["pass"], row["implementation"]) for row in self.result["rows"]}
-        for number, job in enumerate(jobs):
-            for case, name in self._wanted(job):
-                if (case.name, name, job.implementation) not in done:
-                    reason = self.ended.get(number, "the worker said nothing")
-                    self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=reason))
+        for job in jobs:
+            for case, name in self._missing(job):
+                reason = self.ended or "the worker said nothing"
+                self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=reason))
 
     def _write(self) -> None:
         report.add_ratios(self.result)

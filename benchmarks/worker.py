@@ -21,10 +21,15 @@ import numpy as np
 
 from benchmarks import peers, rows, timing
 from benchmarks.cases import Case
+from benchmarks.floors import necessary_bytes
 from benchmarks.peers.base import Options, Peer, version_of
 
 PREPARE = "prepare"  # the job that computes references and ceilings
 FAILED = ".failed"  # in place of a reference, why there is none
+# Exit status of a worker that goes on in another process: after a failure, which may have left the device in no state
+# to go on, and after a large case, since JAX gives no memory back before a process ends.
+AGAIN = 75
+LARGE_BYTES = 1 << 30  # that a forward and backward moves
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Job:
     output: str
     options: Options = field(default_factory=Options)
     effort: timing.Effort = field(default_factory=timing.Effort)
+    done: list[tuple[str, str]] = field(default_factory=list)  # case and pass, measured by a worker before this one
     parent: int = 0  # process without which there is no point in going on; 0 for none
 
     def to_json(self) -> str:
@@ -45,7 +51,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         given = json.loads(text)
         given["cases"] = [Case(**case) for case in given["cases"]]
-        given["passes"] = tuple(given["passes"])
+        given["passes"], given["done"] = tuple(given["passes"]), [tuple(one) for one in given["done"]]
         given["options"], given["effort"] = Options(**given["options"]), timing.Effort(**given["effort"])
         return cls(**given)
 
@@ -101,12 +107,19 @@ def _measure(job: Job, say: Any) -> None:
         for case, name in wanted:
             say("row", rows.failure(case, name, job.implementation, error))
         return
-    for case, name in wanted:
-        _require_parent(job)
-        start = time.perf_counter()
-        found = _best(peer, case, name, job)
-        gc.collect()
-        say("row", found | {"wall_seconds": time.perf_counter() - start})
+    for case in job.cases:
+        for name in passes_of(case, job.passes):
+            if (case.name, name) in job.done:
+                continue
+            _require_parent(job)
+            start = time.perf_counter()
+            found = _best(peer, case, name, job)
+            gc.collect()
+            say("row", found | {"wall_seconds": time.perf_counter() - start})
+            large = peer.framework == "jax" and necessary_bytes(case, name) > LARGE_BYTES
+            if job.parent and (found["status"] == "failed" or (large and found["status"] != "unsupported")):
+                say("notes", {job.implementation: peer.notes()})
+                raise SystemExit(AGAIN)
         say("notes", {job.implementation: peer.notes()})
 
 

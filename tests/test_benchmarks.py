@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run
+from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, worker
 from benchmarks.peers import base, own
 
 
@@ -124,6 +124,19 @@ def test_of_a_long_row_both_ends_are_compared(case, passes, tmp_path, monkeypatc
     (row,) = run.main([*words.split(), "--output", str(tmp_path)])["rows"]
     assert row["status"] == "ok"
     assert max(row["errors"].values()) < 5e-5  # a sum of decays within a chunk goes through the reset
+
+
+def test_what_a_worker_left_is_done_by_another_without_what_it_died_of(tmp_path):
+    made = run.Run(run.parser().parse_args(["tiny", "tiny_step", "--output", str(tmp_path)]), "")
+    job = made._job(str(tmp_path), "plain_xla", made.cases, 0)
+    made.result["rows"].append({"case": "tiny", "pass": "forward", "implementation": "plain_xla", "status": "ok"})
+    made._died(job, "its process ended with code -11")
+    assert made.result["rows"][-1]["reason"].endswith("code -11")
+    rest = worker.Job.from_json(made._rest(job).to_json())
+    assert [case.name for case in rest.cases] == ["tiny_step"]
+    assert rest.done == [("tiny", "forward"), ("tiny", "forward_backward")]
+    made._died(job, "again")
+    assert made._rest(job).cases == rest.cases and made._rest(job).done[-1] == ("tiny_step", "step")
 
 
 @pytest.mark.slow
