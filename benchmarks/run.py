@@ -46,9 +46,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=9, help="of a time; fewer where they take long")
     made.add_argument("--sample-ms", type=float, default=20.0, help="device time aimed at per sample")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all is stopped")
-    made.add_argument("--processes", type=int, default=1, help="for each implementation, which share its cases")
+    made.add_argument(
+        "--processes",
+        nargs="+",
+        type=_processes,
+        default=[("", 1)],
+        metavar="[NAME=]N",
+        help="for each implementation, or the one named: they share its cases",
+    )
     made.add_argument("--in-process", action="store_true", help="no process per implementation (tests, debugging)")
     return made
+
+
+def _processes(word: str) -> tuple[str, int]:
+    name, _, count = word.rpartition("=")
+    return name, max(1, int(count))
 
 
 class Run:
@@ -81,7 +93,7 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             jobs = [self._job(folder, worker.PREPARE, self.cases, 0)]
             for name in self.arguments.implementations:
-                jobs += [self._job(folder, name, some, at) for at, some in enumerate(self._shares())]
+                jobs += [self._job(folder, name, some, at) for at, some in enumerate(self._shares(name))]
             total = sum(len(self._wanted(job)) for job in jobs)
             with Progress("measuring", total) as shown:
                 if self.arguments.in_process:
@@ -97,9 +109,10 @@ class Run:
         report.check(self.result)
         return self.result
 
-    def _shares(self) -> list[list[cases.Case]]:
+    def _shares(self, implementation: str) -> list[list[cases.Case]]:
         """The cases in runs of neighbours, which have the most kernels in common."""
-        count = max(1, min(self.arguments.processes, len(self.cases)))
+        asked = {"": 1} | dict(self.arguments.processes)
+        count = min(asked.get(implementation, asked[""]), len(self.cases))
         bounds = [len(self.cases) * at // count for at in range(count + 1)]
         return [self.cases[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
 

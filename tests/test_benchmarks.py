@@ -126,6 +126,13 @@ def test_of_a_long_row_both_ends_are_compared(case, passes, tmp_path, monkeypatc
     assert max(row["errors"].values()) < 5e-5  # a sum of decays within a chunk goes through the reset
 
 
+def test_shares_are_runs_of_neighbours():
+    words = ["sweep*", "--processes", "4", "mamba_ssm=1"]
+    made = run.Run(run.parser().parse_args(words), "")
+    assert [{case.state for case in share} for share in made._shares("jla")] == [{64}, {128}, {256}, {512}]
+    assert [len(share) for share in made._shares("mamba_ssm")] == [20]
+
+
 def test_what_a_worker_left_is_done_by_another_without_what_it_died_of(tmp_path):
     made = run.Run(run.parser().parse_args(["tiny", "tiny_step", "--output", str(tmp_path)]), "")
     job = made._job(str(tmp_path), "plain_xla", made.cases, 0)
