@@ -20,7 +20,7 @@ from benchmarks.cases import Case
 
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("A", "dt_bias", *mamba3.PARAMETERS)  # operands without a batch axis
-PIECE = {"mamba2": 2048, "mamba3": 1024}  # tokens of a piece; the reference of Mamba-3 goes token by token
+PIECE = {"mamba2": 2048, "mamba3": 512}  # tokens of a piece; the reference of Mamba-3 goes token by token
 RESET = 64.0  # the step or negative decay of the token that lets a state decay: nothing of it is left in float32
 
 

@@ -53,6 +53,14 @@ def test_a_peer_that_cannot_run_says_why(result):
         assert row["reason"][:40] in report.table(result)
 
 
+def test_tables_for_the_documentation(result, capsys):
+    (line,) = [line for line in report.markdown(result).splitlines() if line.startswith("| tiny (")]
+    assert line.startswith("| tiny (2,100,1,4,16,8), float32 | forward | ") and "unsupported" in line
+    report.main([str(COMMITTED)])
+    said = capsys.readouterr().out
+    assert "| first (4,16384,1,8,128,64) | forward | 188 | 415 (2.21x) | 241 (1.28x) | 4.7 |" in said
+
+
 @pytest.mark.parametrize("field", ["errors", "timing", "floor"])
 def test_schema_names_a_missing_field(result, field):
     broken = json.loads(json.dumps(result))
