@@ -16,6 +16,7 @@ from benchmarks.cases import Case
 
 ROWS = 64  # token-rank rows of a chunk
 PARAMETERS = ("q_bias", "k_bias", "D", "mimo_v", "mimo_z", "mimo_o")
+STATE = ("state_angle", "state_ssm", "state_k", "state_v")  # of a step, as in jax_ssd.Mamba3State
 SCALARS = ("adt", "dt", "trap")  # [batch, heads, seq]
 _FLOAT32 = ("q_bias", "k_bias", "angles", "adt", "dt", "trap", "D", "mimo_v", "mimo_z", "mimo_o")
 
@@ -34,11 +35,15 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
     named = {"q": key, "k": key, "v": value, "q_bias": bias, "k_bias": bias}
     named |= {"angles": (*value[:3], case.state // 4), "adt": scalar, "dt": scalar, "trap": scalar, "z": value}
     named |= {"D": (case.heads,), "mimo_v": weights, "mimo_z": weights, "mimo_o": weights, "dy": value}
-    return {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    wanted = {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    if case.seq > 1:
+        return wanted
+    pieces = ((case.state // 4,), (case.head_dim, case.state), (*rank, case.state), (case.head_dim,))
+    return wanted | {name: (rows, case.heads, *piece) for name, piece in zip(STATE, pieces, strict=True)}
 
 
 def dtypes(case: Case) -> dict[str, str]:
-    return {name: "float32" if name in _FLOAT32 else case.dtype for name in shapes(case)}
+    return {name: "float32" if name in (*_FLOAT32, *STATE) else case.dtype for name in shapes(case)}
 
 
 def distributed(case: Case, name: str, normal: Any, exp: Any) -> Any:
@@ -72,6 +77,11 @@ def array_bytes(case: Case) -> tuple[int, int]:
     return sum(size[name] * item[name] for name in operand_names(case)), size["dy"] * item["dy"]
 
 
+def state_bytes(case: Case) -> int:
+    """Of the state of a step."""
+    return sum(4 * int(np.prod(shape)) for name, shape in shapes(case).items() if name in STATE)
+
+
 def necessary_flops(case: Case, backward: bool) -> int:
     """Of chunks of ROWS token-rank rows, heads apart since each rotates its own keys; two flops per multiply-add."""
     rows = case.batch * case.seq * case.rank * case.heads
@@ -87,6 +97,16 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
 
     given = {name: arrays.get(name) for name in ("mimo_v", "mimo_o")} | arrays
     return jax_ssd.mamba3(**given, rotary="pairwise" if case.rank == 1 else "half", **options)
+
+
+def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
+    """jax_ssd.mamba3_step on the four pieces of a state and one token's operands in call order."""
+    import jax_ssd
+
+    given = {"mimo_v": None, "mimo_o": None} | dict(zip(operand_names(case), operands, strict=True))
+    rotary: Any = "pairwise" if case.rank == 1 else "half"
+    state, y = jax_ssd.mamba3_step(jax_ssd.Mamba3State(*state), **given, rotary=rotary, **options)
+    return tuple(state), y
 
 
 def define(case: Case, operands: list[Any]) -> Any:

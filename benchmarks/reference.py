@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks import mamba3, timing
 from benchmarks.cases import Case
-from benchmarks.inputs import PARAMETERS, checked, operand_names, pieces
+from benchmarks.inputs import PARAMETERS, checked, main_state, operand_names, pieces, step_state, token
 
 CHUNK = 64
 _programs: dict[tuple[Case, tuple[str, ...]], list[Any]] = {}
@@ -79,8 +79,8 @@ def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
             scan = functools.partial(mamba3.define, case) if case.rank else functools.partial(_scan, names)
             parts.append((functools.partial(_with_gradients, scan, names, backward), (operands, given["dy"])))
         if "step" in passes or "decode" in passes:
-            token = [given[name] if name in PARAMETERS else given[name][0, 0] for name in names]
-            parts.append((_step_by_name, (given["state_in"][0], *token)))
+            step = functools.partial(_mamba3_step, case) if case.rank else _step
+            parts.append((step, (step_state(case, given), token(case, given))))
         key = replace(case, name="", source="", batch=len(pieces(case)), seq=pieces(case)[0].stop, dtype="float32")
         compiled = _programs.get((key, passes))
         if compiled is None:  # cases that differ in their length only share one
@@ -99,6 +99,13 @@ def _with_gradients(scan: Any, names: tuple[str, ...], backward: bool, operands:
     return {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
 
 
-def _step_by_name(*arguments: Any) -> dict[str, Any]:
-    state, y = step_row(*arguments)
+def _step(state: Any, operands: tuple[Any, ...]) -> dict[str, Any]:
+    """Of the only row."""
+    x, dt, A, B, C, D, *bias = operands
+    state, y = step_row(state[0], x[0], dt[0], A, B[0], C[0], D, *bias)
     return {"step_state": state, "step_y": y}
+
+
+def _mamba3_step(case: Case, state: Any, operands: tuple[Any, ...]) -> dict[str, Any]:
+    state, y = mamba3.step(case, state, operands, implementation="reference")
+    return {"step_state": main_state(case, state)[0], "step_y": y[0]}

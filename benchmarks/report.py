@@ -161,7 +161,7 @@ def _variant(variant: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A line for each case and pass: times, those of peers also as multiples of our fastest, and what that one needs."""
+    """A line for each case and pass: times, those of peers also as multiples of our fastest, and what it needs."""
     names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
     names.sort(key=lambda name: not peers.is_own(name))
     lines = [["case (B,T,G,H,N,P)", "pass", *(f"{name} us" for name in names), "x floor", "error y, gradients", "MB"]]

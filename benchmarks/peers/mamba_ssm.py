@@ -61,6 +61,8 @@ class MambaSsm(Peer):
     def refuses(self, case: Case, pass_name: str) -> str | None:
         if pass_name == "decode":
             return "torch has no scan; see step"
+        if case.rank and pass_name == "step":
+            return "a step of its Mamba-3 is two kernels, of which one needs the CuTe DSL"
         if case.rank == 1 and case.dtype != "bfloat16":
             return "casts its inputs to bfloat16"
         return None
