@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -30,6 +31,7 @@ from benchmarks.peers.base import Options
 from jax_ssd.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
+LONGEST_TURN = 60.0  # seconds at the device after which a worker is taken to hang there, which keeps all others waiting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +83,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, command: str) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
+        self.turns: dict[str, float] = {}  # by the output of a worker, since when it is at the device, or inf
         self.ended = ""  # what kept the run from measuring all it was asked for
         self.cases = [case for word in arguments.cases for case in cases.find(word)]
         self.options = Options(arguments.peer_autotune)
@@ -158,13 +161,19 @@ class Run:
                     self.ended = "the budget was spent"
                     break
                 for number, process in list(running.items()):
+                    hangs = time.monotonic() - self.turns.get(jobs[number].output, math.inf) > LONGEST_TURN
+                    if hangs:
+                        process.kill()
+                        process.wait()
                     code = process.poll()  # before its last words are read
                     seen[number] = self._collect(jobs[number].output, seen[number], shown)
                     if code is None:
                         continue
                     del running[number]
                     if code not in (0, worker.AGAIN):
-                        self._died(jobs[number], f"its process ended with code {code}")
+                        how = f"was stopped after {LONGEST_TURN:.0f} s" if hangs else f"ended with code {code}"
+                        self._died(jobs[number], f"its process {how}")
+                        self.turns.pop(jobs[number].output, None)
                     more = self._rest(jobs[number])
                     if code and more.cases and seen[number] > started[number]:
                         started[number] = seen[number]
@@ -211,7 +220,9 @@ class Run:
         for line in lines[seen:]:
             found = json.loads(line)
             kind, value = found["kind"], found["value"]
-            if kind == "row":
+            if kind == "at_device":
+                self.turns[output] = time.monotonic() if value else math.inf
+            elif kind == "row":
                 self.result["rows"].append(value)
                 time_or_reason = f"{value['microseconds']:.1f} us" if "microseconds" in value else value["status"]
                 shown.done(f"{value['case']} {value['pass']} {value['implementation']}: {time_or_reason}")

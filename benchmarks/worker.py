@@ -117,7 +117,7 @@ def _measure(job: Job, say: Any) -> None:
                 continue
             _require_parent(job)
             start = time.perf_counter()
-            found = _best(peer, case, name, job)
+            found = _best(peer, case, name, job, say)
             gc.collect()
             say("row", found | {"wall_seconds": time.perf_counter() - start})
             large = peer.framework == "jax" and necessary_bytes(case, name) > LARGE_BYTES
@@ -132,7 +132,7 @@ def _require_parent(job: Job) -> None:
         raise SystemExit("the run that started this worker is gone")
 
 
-def _best(peer: Peer, case: Case, pass_name: str, job: Job) -> dict[str, Any]:
+def _best(peer: Peer, case: Case, pass_name: str, job: Job, say: Any) -> dict[str, Any]:
     """The fastest of the implementation's variants; the others' times are kept beside it."""
     reason = peer.refuses(case, pass_name)
     if reason is not None:
@@ -147,8 +147,12 @@ def _best(peer: Peer, case: Case, pass_name: str, job: Job) -> dict[str, Any]:
             run = build(peer, case, pass_name, variant, job.effort)
             reference = _reference(job, case)
             with timing.alone():
+                say("at_device", True)
                 start = time.perf_counter()
-                tried.append(run(reference) | {"device_seconds": time.perf_counter() - start})
+                try:
+                    tried.append(run(reference) | {"device_seconds": time.perf_counter() - start})
+                finally:
+                    say("at_device", False)
         except Exception as error:  # one row's failure must not cost the others
             found = rows.failure(case, pass_name, peer.name, error)
             if found["status"] == "failed":
