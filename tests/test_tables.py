@@ -113,6 +113,11 @@ def distinct() -> list[Any]:
     return [pytest.param(*entry, id=f"{entry[0]['op']}-{number}") for number, entry in enumerate(found.values())]
 
 
+def changed() -> list[Any]:
+    """Those that are not the heuristic's, whose own plans the kernels' tests run; on a GPU all are."""
+    return [one for one in distinct() if one.values[1]["choice"]]
+
+
 def operands_for(p: Any, op: str) -> dict[str, np.ndarray]:
     """Random operands of a kernel's plan by name."""
     if op == "mamba3_step":
@@ -153,8 +158,8 @@ def emulate(record: dict[str, Any], result: dict[str, Any], implementation: str)
     check(p, record["op"], operands, emulator.run(tunable.make(p, choice), operands))
 
 
-@pytest.mark.parametrize(("record", "result", "implementation"), distinct())
-def test_every_choice_is_right(record, result, implementation):
+@pytest.mark.parametrize(("record", "result", "implementation"), changed())
+def test_every_choice_that_is_not_the_heuristics_is_right(record, result, implementation):
     emulate(record, result, implementation)
 
 
