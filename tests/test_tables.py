@@ -15,6 +15,8 @@ from jax_ssd import config, tune
 from jax_ssd.mamba2 import choices
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.mamba3 import choices as mamba3_choices
+from jax_ssd.mamba3.problem import Problem as Mamba3Problem
+from jax_ssd.plans import Buffer
 from tests import cuda_emulator, mamba3_calls, mamba3_steps, scan_float64, tile_emulator
 from tests.gradients_float64 import gradients
 from tests.scan_float64 import error, problem, random_operands
@@ -46,8 +48,7 @@ def problem_of(op: str, told: dict[str, Any]) -> Any:
     if op == "mamba3_step":
         return mamba3_step_of(told)
     if op == "mamba3_forward":
-        p = mamba3_call_of(told).problem()
-        return dataclasses.replace(p, return_final_state=told["return_final_state"], norm_eps=told["norm_eps"])
+        return mamba3_scan_of(told)
     return problem(**{name: value for name, value in told.items() if name != "dt_limit"})
 
 
@@ -60,6 +61,24 @@ def mamba3_step_of(told: dict[str, Any]) -> Any:
     p = mamba3_steps.step_problem(rank=told["rank"] if "mimo_v" in names else None, **options)
     same = {name: told[name] for name in ("norm_eps", "return_final_state", "chunk_size", "precision")}
     return dataclasses.replace(p, operands=tuple(p.given[name] for name in names), **same)
+
+
+def mamba3_scan_of(told: dict[str, Any]) -> Mamba3Problem:
+    """Records name the operands without their shapes and types."""
+    b, s, h, g, d, n, r, a = (
+        told[name] for name in ("batch", "seq", "heads", "groups", "head_dim", "state", "rank", "pairs")
+    )
+    shapes = {"q": (b, s, r, g, n), "k": (b, s, r, g, n), "v": (b, s, h, d), "z": (b, s, h, d), "angles": (b, s, h, a)}
+    shapes |= dict.fromkeys(("adt", "dt", "trap"), (b, h, s)) | dict.fromkeys(("q_bias", "k_bias"), (1, h, r, n))
+    shapes |= dict.fromkeys(("mimo_v", "mimo_o", "mimo_z"), (1, h, r, d)) | {"D": (1, h), "norm_weight": (1, h, d)}
+    pieces = {"angle": (a,), "ssm": (d, n), "k": (r, n), "v": (d,)}
+    shapes |= {f"state_{name}": (b, 1, h, *piece) for name, piece in pieces.items()}
+    operands = tuple(
+        Buffer(name, shapes[name], told["dtype"] if name in ("q", "k", "v", "z") else "float32")
+        for name in told["operands"].split()
+    )
+    fields: dict[str, Any] = told | {"operands": operands}
+    return Mamba3Problem(**fields)
 
 
 def mamba3_call_of(told: dict[str, Any]) -> mamba3_calls.Call:
@@ -191,6 +210,13 @@ def emulate(record: dict[str, Any], result: dict[str, Any], implementation: str)
 @pytest.mark.parametrize(("record", "result", "implementation"), changed())
 def test_every_choice_that_is_not_the_heuristics_is_right(record, result, implementation):
     emulate(record, result, implementation)
+
+
+def test_scans_of_mamba3_are_described_whole():
+    for call in mamba3_calls.CALLS:
+        if not call.cu_seqlens:
+            p = call.problem()
+            assert mamba3_scan_of(tune.describe(p)) == p, call.name
 
 
 # What no shipped table may hold yet.
