@@ -43,7 +43,7 @@ def made(p: Problem) -> Plan:
         ({"dt_limit": (-1.0, 1.0)}, r"steps >= 0: .* got dt_limit=\(-1.0, 1.0\)"),
         ({"chunk_size": 128}, "chunk_size of 64, got 128"),
         ({"has_runs": True}, "no segment_ids"),
-        ({"batch": 2}, "fill 66 thread blocks or more, got 8"),
+        ({"batch": 2}, "fill 32 thread blocks or more, got 8"),
     ],
 )
 def test_refusals_name_the_limit_and_the_figure(changes, said):
