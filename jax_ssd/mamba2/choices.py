@@ -145,7 +145,7 @@ CUDA_FORWARD = Tunable(
     _cuda_forward,
     plan_cuda.split,
     _cuda_forward_values,
-    local=("segments", "chunks_per_segment"),
+    local=("warpgroups", "blocks", "segments", "chunks_per_segment"),
 )
 CUDA_BACKWARD = Tunable(
     "mamba2_backward",
