@@ -15,13 +15,15 @@ CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 DT_TYPES = {**CUDA_TYPES, "float32": "float"}
 STATES = (64, 128)
 FILE = "mamba2_backward.cu"
+CHUNK_FILE = "mamba2_chunk_gradients.cu"
 
 # As in the kernels.
 CHUNK = 128
 WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
-PAIR_TILES = 36
+PAIR_TILES = 72
+CHUNK_THREADS = 384
 HEAD_TILE = 32
 THREADS = 256
 
@@ -273,14 +275,16 @@ class _Backward:
         arrays += self.arrays("step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.batch)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = (4 * tiles + 2 * tiles + 8) * TILE + PAIR_TILES * (1024 + 512)
-        memory += (2 * CHUNK + 2 * CHUNK + 2 * WIDTH + 8 * CHUNK + 2 * CHUNK + 8 + 8 * WIDTH) * 4 + 5 * 8 + 1024
+        memory = (6 * tiles + 8) * TILE + PAIR_TILES * (512 + 256) + 11 * 8 + 1024
+        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH + 8) * 4
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
+            threads=CHUNK_THREADS,
             shared_memory=memory,
+            file=CHUNK_FILE,
         )
 
     def sums(self) -> Iterator[Launch]:
@@ -311,9 +315,10 @@ def _launch(
     arguments: tuple[Argument, ...],
     threads: int = THREADS,
     shared_memory: int = 0,
+    file: str = FILE,
 ) -> Launch:
     constants = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in template)
-    kernel = CudaKernel(FILE, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
+    kernel = CudaKernel(file, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
     return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory)
 
 

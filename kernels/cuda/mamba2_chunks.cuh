@@ -1,0 +1,49 @@
+// What the kernels of the backward of Mamba-2 share: the sizes of a chunk and of a call, and stores of accumulators.
+#pragma once
+
+#include "async_copy.cuh"
+#include "fragments.cuh"
+
+namespace jax_ssd {
+
+constexpr int TOKENS = 128;             // of a chunk
+constexpr int HALF = 64;                // tokens of a copy
+constexpr int WIDTH = 64;               // channels of a piece of a head
+constexpr int TILE = HALF * WIDTH * 2;  // bytes of a copied tile, [64][64] of 16 bits
+
+struct Sizes {
+  int seq, heads, groups, pieces, chunks;  // pieces: of one head
+  __device__ int units() const { return heads * pieces; }
+  __device__ int group_units() const { return heads / groups * pieces; }
+  __device__ size_t padded() const { return size_t(chunks) * TOKENS; }
+};
+
+// So many bytes, a multiple of 16, as they lie in memory.
+__device__ __forceinline__ void copy_line_in(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Rounds rows l/4 and l/4 + 8 (of lane l) of a warp's accumulators to T and stores them where `upper` and `lower` say.
+template <typename T, int Columns>
+__device__ __forceinline__ void store_rows(const float (&d)[Columns / 2], T* upper, T* lower, bool has_upper,
+                                           bool has_lower) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < Columns / 32; ++m) {
+    unsigned a[4], b[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int j = 4 * (4 * m + q);
+      a[q] = Pair<T>::of(d[j], d[j + 1]);
+      b[q] = Pair<T>::of(d[j + 2], d[j + 3]);
+    }
+    transpose_quad(a);
+    transpose_quad(b);
+    if (has_upper) *reinterpret_cast<uint4*>(upper + 32 * m + 8 * quad) = {a[0], a[1], a[2], a[3]};
+    if (has_lower) *reinterpret_cast<uint4*>(lower + 32 * m + 8 * quad) = {b[0], b[1], b[2], b[3]};
+  }
+}
+
+}  // namespace jax_ssd
