@@ -13,9 +13,10 @@ from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 DT_TYPES = {**CUDA_TYPES, "float32": "float"}
-STATES = (64, 128)
+LARGEST_STATE = 512
 FILE = "mamba2_backward.cu"
 CHUNK_FILE = "mamba2_chunk_gradients.cu"
+LARGE_FILE = "mamba2_large_states.cu"
 
 # As in the kernels.
 CHUNK = 128
@@ -24,8 +25,12 @@ TILE = 8192  # bytes of a copied tile
 STAGES = 3
 PAIR_TILES = 72
 CHUNK_THREADS = 384
+PAIR_THREADS = 320
+STATE_THREADS = 640
+MOST_COLUMNS = 128  # of a state, in one block
 HEAD_TILE = 32
 THREADS = 256
+PAIR_MEMORY = 8 * TILE + PAIR_TILES * (512 + 256) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
 
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, as in the forward
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
@@ -64,7 +69,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     states = ITEM_SIZE[p.dtype] * 2 * p.batch * units * chunks * WIDTH * p.state
     slices = 1 if states <= SMALL_STATES else min(p.batch, math.ceil(states / (STATE_SHARE * arrays)))
     rows = math.ceil(p.batch / slices)
-    walks = 2 * rows * units // _walk_heads(p)
+    walks = 2 * rows * (p.state // _columns(p)) * units // _walk_heads(p)
     fill = 4 // _walk_heads(p) * MULTIPROCESSORS
     segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
     return BackwardBlocks(
@@ -87,6 +92,11 @@ def _walk_heads(problem: Problem) -> int:
     return 1 if problem.heads * problem.head_dim // WIDTH // problem.groups % 2 else 2
 
 
+def _columns(problem: Problem) -> int:
+    """Columns of the state that a block walks, or whose dB and dC it has in registers."""
+    return MOST_COLUMNS if problem.state % MOST_COLUMNS == 0 else MOST_COLUMNS // 2
+
+
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming the limit and the figure."""
     p = problem
@@ -95,7 +105,10 @@ def check_supported(problem: Problem) -> None:
         (p.dtype != "bfloat16", f"x in bfloat16, got {p.dtype}"),
         (p.dt_dtype not in DT_TYPES, f"dt in {', '.join(DT_TYPES)}, got {p.dt_dtype}"),
         (p.head_dim % WIDTH, f"a head_dim that is a multiple of {WIDTH}, got {p.head_dim}"),
-        (p.state not in STATES, f"a state size of {' or '.join(map(str, STATES))}, got {p.state}"),
+        (
+            p.state % WIDTH or p.state > LARGEST_STATE,
+            f"a state size that is a multiple of {WIDTH} up to {LARGEST_STATE}, got {p.state}",
+        ),
         (p.seq < SHORTEST_SEQ, f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks"),
         (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
         (p.has_z, "no z: use implementation='cutile', or gate outside"),
@@ -148,6 +161,10 @@ class _Backward:
         self.block_units = math.ceil(self.units // p.groups / config.head_blocks)
         self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
         self.walk_heads = _walk_heads(p)
+        self.columns = _columns(p)
+        self.column_blocks = p.state // self.columns
+        # One of the pairs, and one of what enters a chunk in each block of columns, unless one kernel does it all.
+        self.decay_parts = 1 + self.column_blocks if self.column_blocks > 1 else 1
         self.thread_blocks = self.head_blocks * p.groups * self.chunks * self.rows
 
     def operands(self) -> tuple[Buffer, ...]:
@@ -169,6 +186,7 @@ class _Backward:
         per_head, per_unit = (p.batch, p.heads), (p.batch, self.units)
         state, tokens = (WIDTH, p.state), self.chunks * CHUNK
         boundaries = (self.rows, self.units, self.segments, *state)
+        blocks = (self.rows, self.chunks, p.groups, self.head_blocks)
         groups = (self.head_blocks, p.batch, p.seq, p.groups, p.state)
         buffers = (
             (True, Buffer("step", (*per_head, tokens), f32)),
@@ -178,7 +196,8 @@ class _Backward:
             (True, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
-            (True, Buffer("decay_gradient", (*per_unit, tokens), f32)),
+            (True, Buffer("decay_gradient", (self.decay_parts, *per_unit, tokens), f32)),
+            (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 4), p.dtype)),
             (True, Buffer("A_part", (*per_head, self.chunks), f32)),
             (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
             (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
@@ -243,10 +262,14 @@ class _Backward:
             blocks = 2 * (WIDTH * p.state // 1024) * self.units * rows
             yield _launch("join", (p.state,), blocks, (*arrays, *_ints(*sizes)))
         yield self.walk(first_row, rows, stores=True)
-        yield self.chunk_gradients(first_row, rows)
+        if self.column_blocks == 1:
+            yield self.chunk_gradients(first_row, rows)
+        else:
+            yield self.pair_gradients(first_row, rows)
+            yield self.state_gradients(first_row, rows)
 
     def walk(self, first_row: int, rows: int, stores: bool) -> Launch:
-        p, heads, tiles = self.problem, self.walk_heads, self.problem.state // WIDTH
+        p, heads, tiles = self.problem, self.walk_heads, self.columns // WIDTH
         maps = (self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C"))
         arrays = self.arrays("step", "decay")
         if self.segments > 1:
@@ -259,8 +282,8 @@ class _Backward:
         memory = STAGES * (heads + tiles) * TILE + 2 * heads * CHUNK * 4 + STAGES * 8 + 1024
         return _launch(
             "walk",
-            (CUDA_TYPES[p.dtype], p.state, heads, stores),
-            2 * (self.units // heads) * segments * rows,
+            (CUDA_TYPES[p.dtype], p.state, self.columns, heads, stores),
+            2 * self.column_blocks * (self.units // heads) * segments * rows,
             (*maps, *arrays, *_ints(*sizes)),
             threads=128 * heads,
             shared_memory=memory,
@@ -275,8 +298,7 @@ class _Backward:
         arrays += self.arrays("step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.batch)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = (6 * tiles + 8) * TILE + PAIR_TILES * (512 + 256) + 11 * 8 + 1024
-        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH + 8) * 4
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 11 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
@@ -285,6 +307,45 @@ class _Backward:
             threads=CHUNK_THREADS,
             shared_memory=memory,
             file=CHUNK_FILE,
+        )
+
+    def pair_gradients(self, first_row: int, rows: int) -> Launch:
+        p = self.problem
+        maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
+        arrays = self.arrays("step", "decay", "D", "dx", "pair_gradient", "step_gradient", "decay_gradient", "D_part")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state)
+        return _launch(
+            "pair_gradients",
+            (CUDA_TYPES[p.dtype], p.has_D, p.param_rows == 1),
+            self.thread_blocks // self.rows * rows,
+            (
+                *maps,
+                self.states_map("adjoints"),
+                *arrays,
+                *_ints(*sizes, self.head_blocks, self.block_units, first_row),
+            ),
+            threads=PAIR_THREADS,
+            shared_memory=STAGES * 4 * TILE + PAIR_MEMORY + (2 * STAGES + 6) * 8 + 1024,
+            file=LARGE_FILE,
+        )
+
+    def state_gradients(self, first_row: int, rows: int) -> Launch:
+        p, tiles, partial = self.problem, self.columns // WIDTH, self.head_blocks > 1
+        maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
+        maps += [self.states_map("states"), self.states_map("adjoints")]
+        arrays = self.arrays("step", "decay", "pair_gradient")
+        arrays += self.arrays("B_part", "C_part") if partial else self.arrays("dB", "dC")
+        of_columns = p.batch * self.units * self.chunks * CHUNK
+        arrays.append(ArrayArg("decay_gradient", (self.column_blocks * of_columns,), None, of_columns))
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state, p.batch)
+        return _launch(
+            "state_gradients",
+            (CUDA_TYPES[p.dtype], self.columns, partial),
+            self.column_blocks * self.thread_blocks // self.rows * rows,
+            (*maps, *arrays, *_ints(*sizes, self.head_blocks, self.block_units, first_row)),
+            threads=STATE_THREADS,
+            shared_memory=(8 * tiles + 8) * TILE + 6 * CHUNK * 4 + 16 * 4 + 5 * 8 + 1024,
+            file=LARGE_FILE,
         )
 
     def sums(self) -> Iterator[Launch]:
@@ -299,7 +360,7 @@ class _Backward:
         arrays = self.arrays("dt", "dt_bias", "A", "step", "step_gradient", "decay_gradient")
         arrays += self.arrays("ddt", "A_part", "bias_part")
         template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
-        sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks), *self.limits())
+        sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks, self.decay_parts, p.batch), *self.limits())
         yield _launch("step_gradients", template, self.head_tiles(), (*arrays, *sizes))
         arrays = self.arrays("A_part", "bias_part", "D_part", "dA", "ddt_bias", "dD")
         arguments = (*arrays, *_ints(self.pieces, self.chunks))

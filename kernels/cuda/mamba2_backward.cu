@@ -11,8 +11,8 @@
 //
 // Kernels, in order: step_sizes; walk, which stores S and T of every chunk, both directions in one launch (with several
 // segments of a row first without storing, to find what every segment gives alone, which join turns into the states
-// between them); chunk_gradients (a file of its own), which goes through the heads of a group in order; [sum_parts;]
-// step_gradients and parameter_gradients.
+// between them); chunk_gradients, or for states of more than 128 columns pair_gradients and state_gradients (files of
+// their own), which go through the heads of a group in order; [sum_parts;] step_gradients and parameter_gradients.
 //
 // A head of more than 64 channels is several pieces of 64 that share their decays: the kernels count pieces. Rows count
 // from `first_row`: a launch may cover some rows only, then states and starts hold just those.
@@ -89,54 +89,56 @@ namespace {
 constexpr int STAGES = 3;
 
 // Shared memory of a walk.
-template <int N, int Heads>
+template <int Columns, int Heads>
 struct WalkMemory {
-  static constexpr int Tiles = N / 64;
+  static constexpr int Tiles = Columns / 64;
   static constexpr int Stage = (Heads + Tiles) * TILE;
   static constexpr int Weights = STAGES * Stage;  // [2][Heads][128] float32
   static constexpr int Barriers = Weights + 2 * Heads * TOKENS * 4;
   static constexpr int Bytes = Barriers + STAGES * 8 + 1024;  // 1024: what aligning the tiles may cost
 };
 
-// Accumulators [64][N] of a warpgroup from or to float32 [64][N] in memory.
-template <int N>
-__device__ __forceinline__ void load_state(float (&state)[N / 2], const float* from) {
+// Accumulators [64][Columns] of a warpgroup from or to float32 rows in memory.
+template <int Columns>
+__device__ __forceinline__ void load_state(float (&state)[Columns / 2], const float* from, int stride) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    const float2 a = *reinterpret_cast<const float2*>(from + row * N + 8 * j + 2 * (lane % 4));
-    const float2 b = *reinterpret_cast<const float2*>(from + (row + 8) * N + 8 * j + 2 * (lane % 4));
+  for (int j = 0; j < Columns / 8; ++j) {
+    const float2 a = *reinterpret_cast<const float2*>(from + row * stride + 8 * j + 2 * (lane % 4));
+    const float2 b = *reinterpret_cast<const float2*>(from + (row + 8) * stride + 8 * j + 2 * (lane % 4));
     state[4 * j] = a.x, state[4 * j + 1] = a.y, state[4 * j + 2] = b.x, state[4 * j + 3] = b.y;
   }
 }
 
-template <int N>
-__device__ __forceinline__ void store_state(const float (&state)[N / 2], float* to) {
+template <int Columns>
+__device__ __forceinline__ void store_state(const float (&state)[Columns / 2], float* to, int stride) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    *reinterpret_cast<float2*>(to + row * N + 8 * j + 2 * (lane % 4)) = {state[4 * j], state[4 * j + 1]};
-    *reinterpret_cast<float2*>(to + (row + 8) * N + 8 * j + 2 * (lane % 4)) = {state[4 * j + 2], state[4 * j + 3]};
+  for (int j = 0; j < Columns / 8; ++j) {
+    float* at = to + row * stride + 8 * j + 2 * (lane % 4);
+    *reinterpret_cast<float2*>(at) = {state[4 * j], state[4 * j + 1]};
+    *reinterpret_cast<float2*>(at + 8 * stride) = {state[4 * j + 2], state[4 * j + 3]};
   }
 }
 
 }  // namespace
 
 // Walks the chunks of a segment, forwards with (x, B) from the state at its start, or backwards with (dy, C) from the
-// adjoint of the state at its end; one warpgroup per piece of a head, Heads of them in a block share B or C.
+// adjoint of the state at its end; one warpgroup per piece of a head, Heads of them in a block share B or C. A block
+// walks Columns columns of the state: the others are walks of their own.
 //
 // Stores: the state at every chunk's start and the adjoint at every chunk's end to states and adjoints [rows, units,
 // chunks, 64, N] of T, and the first chunk's adjoint of its start to dinitial [batch, units, 64, N] (if not null).
 // starts, stops [rows, units, segments, 64, N] float32, null for zero. Otherwise: what a segment gives alone, from
 // zero, to starts of the segment after it, or stops of the one before.
-// Grid 2 * (units / Heads) * segments (if not Stores, less one) * rows, the direction varies fastest.
-template <typename T, int N, int Heads, bool Stores>
+// Grid 2 * N / Columns * (units / Heads) * segments (if not Stores, less one) * rows, the direction varies fastest.
+template <typename T, int N, int Columns, int Heads, bool Stores>
 __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     walk(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap B,
          const __grid_constant__ TensorMap C, const float* step, const float* decay, float* starts, float* stops,
          T* states, T* adjoints, float* dinitial, int seq, int heads, int groups, int pieces, int chunks, int segments,
          int segment_chunks, int first_row) {
-  using Memory = WalkMemory<N, Heads>;
+  using Memory = WalkMemory<Columns, Heads>;
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   float* weights = reinterpret_cast<float*>(raw + (base - shared_address(raw)) + Memory::Weights);
@@ -147,6 +149,8 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
   int block = blockIdx.x;
   const bool backwards = block % 2;
   block /= 2;
+  const int first_column = block % (N / Columns) * Columns;
+  block /= N / Columns;
   const int first_unit = block % (sizes.units() / Heads) * Heads;
   block /= sizes.units() / Heads;
   const int segment = block % walked + (!Stores && backwards), local_row = block / walked;
@@ -175,9 +179,9 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     }
     for (int i = 0; i < Memory::Tiles; ++i) {
       if (backwards) {
-        copy_in(to + (Heads + i) * TILE, C, i * 64, group, token, row, barrier, KEEP_LAST);
+        copy_in(to + (Heads + i) * TILE, C, first_column + i * 64, group, token, row, barrier, KEEP_LAST);
       } else {
-        copy_in(to + (Heads + i) * TILE, B, i * 64, group, token, row, barrier, KEEP_LAST);
+        copy_in(to + (Heads + i) * TILE, B, first_column + i * 64, group, token, row, barrier, KEEP_LAST);
       }
     }
   };
@@ -191,11 +195,13 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     for (int k = 0; k < min(STAGES, stages); ++k) load(k);
   }
 
-  float state[N / 2];
+  float state[Columns / 2];
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) state[i] = 0;
+  for (int i = 0; i < Columns / 2; ++i) state[i] = 0;
   const float* entered = backwards ? stops : starts;
-  if (Stores && entered != nullptr) load_state<N>(state, entered + (of_unit * segments + segment) * (WIDTH * N));
+  if (Stores && entered != nullptr) {
+    load_state<Columns>(state, entered + (of_unit * segments + segment) * (WIDTH * N) + first_column, N);
+  }
 
   // A thread's token of the next chunk, loaded a chunk ahead.
   const int token = threadIdx.x % 128;
@@ -221,13 +227,13 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     }
     if (Stores) {
       const int p = warp * 16 + lane / 4;
-      T* to = (backwards ? adjoints : states) + (of_unit * chunks + chunk) * (WIDTH * N);
-      store_rows<T, N>(state, to + p * N, to + (p + 8) * N, true, true);
+      T* to = (backwards ? adjoints : states) + (of_unit * chunks + chunk) * (WIDTH * N) + first_column;
+      store_rows<T, Columns>(state, to + p * N, to + (p + 8) * N, true, true);
     }
     if (stage == stages) break;
     const float carried = exp2_fast(last);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) state[i] *= carried;
+    for (int i = 0; i < Columns / 2; ++i) state[i] *= carried;
     for (int half = 0; half < 2; ++half, ++stage) {
       const unsigned tiles = base + stage % STAGES * Memory::Stage;
       const float* weight = weights + (k % 2 * Heads + piece) * TOKENS + half * HALF;
@@ -248,7 +254,7 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
       const unsigned long long other = column_descriptor(tiles + Heads * TILE, TILE);
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        Wgmma<T, N>::template registers<true>(state, a[d], advanced(other, d * 2048), true);
+        Wgmma<T, Columns>::template registers<true>(state, a[d], advanced(other, d * 2048), true);
       }
       wgmma_commit();
       wgmma_wait<0>();
@@ -258,10 +264,11 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     }
   }
   if (!Stores) {
-    float* alone = backwards ? stops : starts;
-    store_state<N>(state, alone + (of_unit * segments + (backwards ? segment - 1 : segment + 1)) * (WIDTH * N));
+    float* alone = (backwards ? stops : starts) + first_column;
+    store_state<Columns>(state, alone + (of_unit * segments + (backwards ? segment - 1 : segment + 1)) * (WIDTH * N),
+                         N);
   } else if (last_matters) {
-    store_state<N>(state, dinitial + (size_t(row) * sizes.units() + unit) * (WIDTH * N));
+    store_state<Columns>(state, dinitial + (size_t(row) * sizes.units() + unit) * (WIDTH * N) + first_column, N);
   }
 }
 
@@ -314,13 +321,14 @@ __global__ void __launch_bounds__(256) sum_parts(const float* partial, T* result
   *reinterpret_cast<uint2*>(result + at) = {Pair<T>::of(total.x, total.y), Pair<T>::of(total.z, total.w)};
 }
 
-// ddt [batch, seq, heads] from the gradients of s and of its log decay, [batch, units, chunks * 128], and each chunk's
-// part of dA and d dt_bias, [batch, heads, chunks]. Grid chunks * head tiles of 32 * batch, 256 threads.
+// ddt [batch, seq, heads] from the gradients of s, [batch, units, chunks * 128], and of its log decay, [parts, batch,
+// units, chunks * 128], and each chunk's part of dA and d dt_bias, [batch, heads, chunks]. Grid chunks * head tiles of
+// 32 * batch, 256 threads.
 template <typename D, bool SharedParams, bool HasBias, bool Softplus>
 __global__ void __launch_bounds__(256)
     step_gradients(const D* dt, const float* bias, const float* A, const float* step, const float* dstep,
                    const float* ddecay, D* ddt, float* dA_part, float* dbias_part, int seq, int heads, int pieces,
-                   int chunks, float low, float high) {
+                   int chunks, int parts, int batch, float low, float high) {
   __shared__ float tile[HEADS][TOKENS + 1];
   const auto [chunk, first_head, row] = head_tile(chunks, heads);
   const int count = min(HEADS, heads - first_head), lane = threadIdx.x % 32;
@@ -340,8 +348,9 @@ __global__ void __launch_bounds__(256)
       const float s = step[of_head * padded + token];
       float direct = 0, da = 0;
       for (int piece = 0; piece < pieces; ++piece) {
-        direct += dstep[(of_head * pieces + piece) * padded + token];
-        da += ddecay[(of_head * pieces + piece) * padded + token];
+        const size_t at = (of_head * pieces + piece) * padded + token;
+        direct += dstep[at];
+        for (int part = 0; part < parts; ++part) da += ddecay[part * batch * heads * pieces * padded + at];
       }
       if (s * (rate * LOG2E) < FLOOR) da = 0;  // cut: constant
       float gradient = direct + rate * da, value = tile[h][k] + offset;

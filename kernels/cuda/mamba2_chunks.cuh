@@ -1,4 +1,5 @@
-// What the kernels of the backward of Mamba-2 share: the sizes of a chunk and of a call, and stores of accumulators.
+// What the kernels of the backward of Mamba-2 share: the sizes of a chunk and of a call, products and stores of
+// accumulators.
 #pragma once
 
 #include "async_copy.cuh"
@@ -10,6 +11,7 @@ constexpr int TOKENS = 128;             // of a chunk
 constexpr int HALF = 64;                // tokens of a copy
 constexpr int WIDTH = 64;               // channels of a piece of a head
 constexpr int TILE = HALF * WIDTH * 2;  // bytes of a copied tile, [64][64] of 16 bits
+constexpr int ROWS = 2 * TILE;          // of a chunk's x or dy of one piece, or 64 columns of its B or C
 
 struct Sizes {
   int seq, heads, groups, pieces, chunks;  // pieces: of one head
@@ -43,6 +45,45 @@ __device__ __forceinline__ void store_rows(const float (&d)[Columns / 2], T* upp
     transpose_quad(b);
     if (has_upper) *reinterpret_cast<uint4*>(upper + 32 * m + 8 * quad) = {a[0], a[1], a[2], a[3]};
     if (has_lower) *reinterpret_cast<uint4*>(lower + 32 * m + 8 * quad) = {b[0], b[1], b[2], b[3]};
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float dot(unsigned a, unsigned b) {
+  const float2 v = both_of<T>(a), w = both_of<T>(b);
+  return v.x * w.x + v.y * w.y;
+}
+
+// d += a b for a fragment a and 16 rows of b, [rows][N]; `rows` is this lane's address in the first 64 columns.
+template <typename T, int N>
+__device__ __forceinline__ void add_product(float (&d)[N / 2], const unsigned (&a)[4], unsigned rows) {
+#pragma unroll
+  for (int n = 0; n < N / 16; ++n) {
+    unsigned b[4];
+    load_tiles_transposed(b, rows + n / 4 * ROWS ^ n % 4 * 32);
+    multiply(reinterpret_cast<float (&)[4]>(d[8 * n]), a, b[0], b[1], T());
+    multiply(reinterpret_cast<float (&)[4]>(d[8 * n + 4]), a, b[2], b[3], T());
+  }
+}
+
+// Stores a warp's accumulators of dB or dC; `upper` and `lower` are this lane's rows, `to` the chunk's first row.
+template <typename T, int N, bool Partial>
+__device__ __forceinline__ void store_group(const float (&d)[N / 2], void* to, size_t stride, int upper, int lower,
+                                            int tokens) {
+  if constexpr (Partial) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = h ? lower : upper;
+      if (token >= tokens) continue;
+      float* row = static_cast<float*>(to) + token * stride + 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+        *reinterpret_cast<float2*>(row + 8 * j) = {d[4 * j + 2 * h], d[4 * j + 2 * h + 1]};
+      }
+    }
+  } else {
+    T* rows = static_cast<T*>(to);
+    store_rows<T, N>(d, rows + upper * stride, rows + lower * stride, upper < tokens, lower < tokens);
   }
 }
 

@@ -52,6 +52,9 @@ def check(p: Problem, operands: dict[str, np.ndarray] | None = None, **blocks: A
         ({"seq": 150, "heads": 24, "groups": 8, "has_initial_state": True}, {}),
         ({"seq": 150, "heads": 40, "groups": 1, "has_dfinal": True, "has_dt_bias": True}, {"head_blocks": 1}),
         ({"seq": 130, "heads": 2, "groups": 1, "head_dim": 192, "has_D": True, "param_rows": 2}, {}),
+        ({**EVERY, "seq": 300, "state": 256}, {"segments": 3}),
+        ({**EVERY, "batch": 3, "seq": 300, "heads": 3, "state": 512, "groups": 1}, {"row_slices": 2, "head_blocks": 2}),
+        ({"seq": 140, "heads": 4, "groups": 2, "head_dim": 128, "state": 192}, {}),
     ],
     ids=str,
 )
