@@ -31,7 +31,8 @@ def model(**changes: Any) -> Problem:
         ({"dtype": "float16"}, "x in bfloat16, got float16"),
         ({"dt_dtype": "float64"}, "dt in .* got float64"),
         ({"head_dim": 80}, "multiple of 64, got 80"),
-        ({"state": 256}, "64 or 128, got 256"),
+        ({"state": 96}, "multiple of 64 up to 512, got 96"),
+        ({"state": 576}, "multiple of 64 up to 512, got 576"),
         ({"seq": 63}, "64 tokens or more, got 63"),
         ({"chunk_size": 64}, "chunk_size of 128, got 64"),
         ({"has_z": True}, "no z"),
@@ -95,6 +96,17 @@ def test_heuristic(sizes, blocks):
     assert plan_cuda_backward.backward_blocks(model(**sizes)) == blocks
 
 
+@pytest.mark.parametrize(("state", "blocks"), [(192, 3), (256, 2), (512, 4)])
+def test_large_states_are_walked_and_accumulated_in_blocks_of_columns(state, blocks):
+    made = plan_cuda_backward.backward(model(batch=2, seq=1000, heads=4, groups=1, state=state), BackwardBlocks(2))
+    grids = {one.name.split("<")[0]: one.grid[0] for one in made.launches}
+    assert "chunk_gradients" not in grids
+    assert grids["pair_gradients"] == 2 * 8
+    assert grids["state_gradients"] == 2 * 8 * blocks
+    assert grids["walk"] == 2 * 2 * 2 * 2 * blocks
+    assert {b.name: b.shape[0] for b in made.scratch}["decay_gradient"] == 1 + blocks
+
+
 @pytest.mark.parametrize("heads", [1, 3, 24, 80])
 @pytest.mark.parametrize("row_slices", [1, 2, 3])
 def test_every_row_and_head_has_its_block(heads, row_slices):
@@ -117,6 +129,8 @@ def test_every_row_and_head_has_its_block(heads, row_slices):
         (WIDE, BackwardBlocks(1, 2, 2)),
         ({**EVERY, "seq": 900, "heads": 3, "groups": 1, "dt_dtype": "float16"}, BackwardBlocks(2)),
         ({**EVERY, "seq": 900, "state": 64, "head_dim": 128, "param_rows": 2}, BackwardBlocks(2)),
+        ({**EVERY, "seq": 900, "state": 512, "heads": 4, "groups": 1}, BackwardBlocks(2, 1, 2)),
+        ({"seq": 900, "state": 192}, BackwardBlocks(2)),
     ],
     ids=str,
 )

@@ -19,7 +19,8 @@ using namespace jax_ssd;
 namespace {
 
 constexpr int SOURCE_WARPS = 4, WARPS = PAIR_WARPS + SOURCE_WARPS, THREADS = WARPS * 32;
-constexpr int SOURCE_REGISTERS = 176;  // of a thread; the pairs keep 168
+constexpr int PAIR_REGISTERS = 160,
+              SOURCE_REGISTERS = 184;  // of a thread: together what 168 each are, more would never come
 
 // Shared memory.
 template <int N>
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   if (warp < PAIR_WARPS) {
+    give_registers<PAIR_REGISTERS>();
     const Strips strips(warp);
     float gradient[N / 2];  // dC of this warp's tokens
 #pragma unroll

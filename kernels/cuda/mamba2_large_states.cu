@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
 namespace {
 
 constexpr int SIDE_WARPS = 8, STATE_WARPS = 2 * SIDE_WARPS;  // half of them for dB, the other half for dC
-constexpr int STATE_REGISTERS = 120, COPY_REGISTERS = 32;    // of their threads, and of the warpgroup that copies
+constexpr int STATE_REGISTERS = 112,
+              COPY_REGISTERS = 32;  // of their threads, and of those that copy: together what 96 each are
 
 // Shared memory of state_gradients, for a block of state columns.
 template <int Columns>
