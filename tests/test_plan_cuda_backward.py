@@ -17,6 +17,8 @@ from tests.scan_float64 import problem
 EVERY = dict.fromkeys(("has_D", "has_dt_bias", "has_initial_state", "has_dfinal", "dt_softplus"), True)
 FIRST = {"batch": 4, "seq": 16384, "heads": 8, "groups": 1}
 WIDE = {"batch": 8, "seq": 4096, "heads": 80, "groups": 1}
+LONG = {"batch": 1, "seq": 131072, "heads": 128, "groups": 8}
+SWEEP = [{**FIRST, "state": state, "seq": seq << 10} for state in (64, 128, 256, 512) for seq in (16, 64, 256)]
 
 
 def model(**changes: Any) -> Problem:
@@ -75,20 +77,23 @@ def test_blocks_that_make_no_sense(changes):
         BackwardBlocks(**changes)
 
 
-@pytest.mark.parametrize("sizes", [FIRST, WIDE, {**WIDE, "state": 64}], ids=str)
-def test_scratch_is_less_than_half_of_what_is_read_and_written(sizes):
+@pytest.mark.parametrize("sizes", [*SWEEP, WIDE, LONG], ids=str)
+def test_memory_is_at_most_half_more_than_the_arrays_of_a_training_step(sizes):
     made = plan_cuda_backward.backward(model(**sizes))
-    scratch = sum(buffer.nbytes for buffer in made.scratch)
-    assert scratch <= 0.5 * sum(buffer.nbytes for buffer in (*made.operands, *made.results))
+    arrays, scratch = (sum(b.nbytes for b in some) for some in ((*made.operands, *made.results), made.scratch))
+    y = next(
+        b.nbytes for b in made.operands if b.name == "x"
+    )  # an output of the forward that the backward does not read
+    assert arrays + scratch <= 1.5 * (arrays + y)
 
 
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
     [
-        (FIRST, BackwardBlocks(16, 2, 1)),
-        (WIDE, BackwardBlocks(1, 2, 1)),
+        (FIRST, BackwardBlocks(8, 1, 1)),
+        (WIDE, BackwardBlocks(1, 1, 1)),
         ({"batch": 1, "seq": 64, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
-        ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 4, 1)),
+        ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 2, 1)),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_ssd.mamba2.plan import ITEM_SIZE, scan_operands
+from jax_ssd.mamba2.plan import scan_operands
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
 from jax_ssd.specs import CudaKernel
@@ -36,8 +36,9 @@ FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the 
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
-STATE_SHARE = 0.375  # of what the backward reads and writes anyway: so much memory its chunk states may take
-SMALL_STATES = 16 << 20  # bytes of chunk states that nobody misses
+SCRATCH_SHARE = 0.7  # of what the backward reads and writes anyway: so much memory it may take besides
+SMALL_SCRATCH = 32 << 20  # bytes that nobody misses
+MOST_TURNS = 16
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
 
 
@@ -62,29 +63,28 @@ class BackwardBlocks:
 
 
 def backward_blocks(problem: Problem) -> BackwardBlocks:
-    """The heuristic: as few turns as the memory for states allows, and blocks that fill the GPU."""
+    """The heuristic: blocks that leave the least of the GPU idle, of those whose scratch is within its share."""
+    p = problem
+    candidates = [_blocks(p, math.ceil(p.batch / turns)) for turns in range(1, min(p.batch, MOST_TURNS) + 1)]
+
+    def cost(blocks: BackwardBlocks) -> tuple[float, int, int]:
+        made = _Backward(p, blocks)
+        scratch, whole = (sum(b.nbytes for b in buffers) for buffers in (made.scratch(), made.arguments()))
+        return max(scratch, SCRATCH_SHARE * whole, SMALL_SCRATCH), made.time(), blocks.row_slices
+
+    return min(candidates, key=cost)
+
+
+def _blocks(problem: Problem, rows: int) -> BackwardBlocks:
+    """How to divide the work where so many rows are taken at once."""
     p = problem
     chunks, units = math.ceil(p.seq / CHUNK), p.heads * p.head_dim // WIDTH
-    arrays = ITEM_SIZE[p.dtype] * p.batch * p.seq * (3 * p.heads * p.head_dim + 4 * p.groups * p.state)
-    states = ITEM_SIZE[p.dtype] * 2 * p.batch * units * chunks * WIDTH * p.state
-    slices = 1 if states <= SMALL_STATES else min(p.batch, math.ceil(states / (STATE_SHARE * arrays)))
-    rows = math.ceil(p.batch / slices)
     walks = 2 * rows * (p.state // _columns(p)) * units // _walk_heads(p)
     fill = 4 // _walk_heads(p) * MULTIPROCESSORS
     segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    return BackwardBlocks(
-        segments, math.ceil(p.batch / rows), _head_blocks(units // p.groups, rows * chunks * p.groups)
-    )
-
-
-def _head_blocks(units: int, blocks: int) -> int:
-    """Into how many parts to divide the units of a group, with so many blocks if they stay together."""
-
-    def time(parts: int) -> int:
-        waves = math.ceil(blocks * parts / MULTIPROCESSORS)
-        return waves * (math.ceil(units / parts) + HEAD_OVERHEAD + (parts > 1))
-
-    return min(range(1, units + 1), key=time)
+    slices = math.ceil(p.batch / rows)
+    parts = [BackwardBlocks(segments, slices, parts) for parts in range(1, units // p.groups + 1)]
+    return min(parts, key=lambda blocks: _Backward(p, blocks).time())
 
 
 def _walk_heads(problem: Problem) -> int:
@@ -166,6 +166,15 @@ class _Backward:
         # One of the pairs, and one of what enters a chunk in each block of columns, unless one kernel does it all.
         self.decay_parts = 1 + self.column_blocks if self.column_blocks > 1 else 1
         self.thread_blocks = self.head_blocks * p.groups * self.chunks * self.rows
+
+    def time(self) -> int:
+        """Of the chunks, in heads that one block after the other takes on."""
+        waves = math.ceil(self.thread_blocks / MULTIPROCESSORS)
+        turns = math.ceil(self.problem.batch / self.rows)
+        return turns * waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
+
+    def arguments(self) -> tuple[Buffer, ...]:
+        return (*self.operands(), *self.results())
 
     def operands(self) -> tuple[Buffer, ...]:
         p = self.problem
@@ -380,7 +389,8 @@ def _launch(
 ) -> Launch:
     constants = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in template)
     kernel = CudaKernel(file, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
-    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory)
+    pdl = function != "step_sizes"  # the plan's first, which does not wait for earlier kernels itself
+    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory, pdl=pdl)
 
 
 def _ints(*values: int) -> list[ScalarArg]:

@@ -49,6 +49,7 @@ template <typename D, bool SharedParams, bool HasBias, bool Softplus>
 __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias, const float* A, float* step,
                                                   float* decay, int seq, int heads, int chunks, float low, float high) {
   __shared__ float tile[HEADS][TOKENS + 1];
+  let_next_kernel_start();  // the first of its plan, launched when all before it have ended
   const auto [chunk, first_head, row] = head_tile(chunks, heads);
   const int count = min(HEADS, heads - first_head);
   for (int i = threadIdx.x; i < TOKENS * count; i += 256) {
@@ -191,6 +192,7 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     fence_barrier_init();
   }
   __syncthreads();
+  follow_earlier_kernels();
   if (threadIdx.x == 0) {
     for (int k = 0; k < min(STAGES, stages); ++k) load(k);
   }
@@ -280,6 +282,7 @@ __global__ void __launch_bounds__(256)
     join(const float* decay, const float* initial, const float* dfinal, float* starts, float* stops, int heads,
          int pieces, int chunks, int segments, int segment_chunks, int first_row) {
   __shared__ float factor[64];  // of a segment
+  follow_earlier_kernels();
   constexpr size_t elements = WIDTH * N;
   const bool backwards = blockIdx.x % 2;
   const size_t of_unit = blockIdx.x / (2 * elements / 1024),
@@ -312,6 +315,7 @@ __global__ void __launch_bounds__(256)
 template <typename T>
 __global__ void __launch_bounds__(256) sum_parts(const float* partial, T* result, long long size, int parts) {
   const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
+  follow_earlier_kernels();
   if (at >= size) return;
   float4 total{0, 0, 0, 0};
   for (int k = 0; k < parts; ++k) {
@@ -330,6 +334,7 @@ __global__ void __launch_bounds__(256)
                    const float* ddecay, D* ddt, float* dA_part, float* dbias_part, int seq, int heads, int pieces,
                    int chunks, int parts, int batch, float low, float high) {
   __shared__ float tile[HEADS][TOKENS + 1];
+  follow_earlier_kernels();
   const auto [chunk, first_head, row] = head_tile(chunks, heads);
   const int count = min(HEADS, heads - first_head), lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < TOKENS * count; i += 256) {
@@ -385,6 +390,7 @@ __global__ void __launch_bounds__(128)
     parameter_gradients(const float* dA_part, const float* dbias_part, const float* dskip_part, float* dA, float* dbias,
                         float* dskip, int pieces, int chunks) {
   __shared__ float half[WIDTH];
+  follow_earlier_kernels();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const size_t of_unit = blockIdx.x, of_head = of_unit / pieces;  // as heads divide a row evenly into units
   if (of_unit % pieces == 0 && warp < (HasBias ? 2 : 1)) {

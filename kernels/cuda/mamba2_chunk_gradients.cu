@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  follow_earlier_kernels();
   const bool copies = threadIdx.x == PAIR_THREADS;
   if (copies) {
     barrier_expect(full_group, 2 * At::Tiles * ROWS);

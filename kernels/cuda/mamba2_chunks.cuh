@@ -13,6 +13,13 @@ constexpr int WIDTH = 64;               // channels of a piece of a head
 constexpr int TILE = HALF * WIDTH * 2;  // bytes of a copied tile, [64][64] of 16 bits
 constexpr int ROWS = 2 * TILE;          // of a chunk's x or dy of one piece, or 64 columns of its B or C
 
+// A kernel begins while the one ahead of it in the stream ends: before anything is read that another kernel wrote, or
+// written that another reads.
+__device__ __forceinline__ void follow_earlier_kernels() {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+}
+
 struct Sizes {
   int seq, heads, groups, pieces, chunks;  // pieces: of one head
   __device__ int units() const { return heads * pieces; }

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  follow_earlier_kernels();
 
   if (warp == COPY_WARP) {
     if (lane > 0) return;
@@ -272,6 +273,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  follow_earlier_kernels();
 
   if (warp >= STATE_WARPS) {  // the first of these copies, and finishes heads
     give_registers<COPY_REGISTERS>();
