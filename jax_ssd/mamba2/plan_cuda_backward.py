@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from jax_ssd.mamba2.plan import scan_operands
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
+from jax_ssd.plans import (
+    MAX_CLUSTER,
+    MULTIPROCESSORS,
+    Argument,
+    ArrayArg,
+    Buffer,
+    Launch,
+    Plan,
+    ScalarArg,
+    TensorMapArg,
+)
 from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -36,8 +46,8 @@ FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the 
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
-SCRATCH_SHARE = 0.7  # of what the backward reads and writes anyway: so much memory it may take besides
-SMALL_SCRATCH = 32 << 20  # bytes that nobody misses
+MEMORY = 1.45  # times the arrays of a training step, y among them: so much the backward may need in all
+SMALL_SCRATCH = 64 << 20  # bytes that nobody misses
 MOST_TURNS = 16
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
 
@@ -47,7 +57,7 @@ class BackwardBlocks:
     """The choices behind a plan that change its speed and memory, but not its result beyond rounding.
 
     segments: pieces of a row that are walked at the same time. row_slices: the rows are taken in so many turns, which
-    share the memory for chunk states. head_blocks: so many blocks share the heads of a group.
+    share the memory for chunk states. head_blocks: so many blocks, a cluster, share the heads of a group.
     """
 
     segments: int = 1
@@ -65,12 +75,14 @@ class BackwardBlocks:
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The heuristic: blocks that leave the least of the GPU idle, of those whose scratch is within its share."""
     p = problem
+    one = _Backward(p, BackwardBlocks())
+    arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
+    allowed = max(SMALL_SCRATCH, MEMORY * (arrays + y) - arrays)
     candidates = [_blocks(p, math.ceil(p.batch / turns)) for turns in range(1, min(p.batch, MOST_TURNS) + 1)]
 
     def cost(blocks: BackwardBlocks) -> tuple[float, int, int]:
         made = _Backward(p, blocks)
-        scratch, whole = (sum(b.nbytes for b in buffers) for buffers in (made.scratch(), made.arguments()))
-        return max(scratch, SCRATCH_SHARE * whole, SMALL_SCRATCH), made.time(), blocks.row_slices
+        return max(made.scratch_bytes(), allowed), made.time(), blocks.row_slices
 
     return min(candidates, key=cost)
 
@@ -83,7 +95,8 @@ def _blocks(problem: Problem, rows: int) -> BackwardBlocks:
     fill = 4 // _walk_heads(p) * MULTIPROCESSORS
     segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
     slices = math.ceil(p.batch / rows)
-    parts = [BackwardBlocks(segments, slices, parts) for parts in range(1, units // p.groups + 1)]
+    most = most_pieces(p)["head_blocks"]
+    parts = [BackwardBlocks(segments, slices, parts) for parts in range(1, most + 1)]
     return min(parts, key=lambda blocks: _Backward(p, blocks).time())
 
 
@@ -144,7 +157,7 @@ def most_pieces(problem: Problem) -> dict[str, int]:
     """Into how many pieces BackwardBlocks can divide the chunks of a row, the rows, and the heads of a group."""
     p = problem
     units = p.heads * p.head_dim // WIDTH // p.groups
-    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": units}
+    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": min(units, MAX_CLUSTER)}
 
 
 class _Backward:
@@ -173,8 +186,8 @@ class _Backward:
         turns = math.ceil(self.problem.batch / self.rows)
         return turns * waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
 
-    def arguments(self) -> tuple[Buffer, ...]:
-        return (*self.operands(), *self.results())
+    def scratch_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.scratch())
 
     def operands(self) -> tuple[Buffer, ...]:
         p = self.problem
@@ -196,7 +209,6 @@ class _Backward:
         state, tokens = (WIDTH, p.state), self.chunks * CHUNK
         boundaries = (self.rows, self.units, self.segments, *state)
         blocks = (self.rows, self.chunks, p.groups, self.head_blocks)
-        groups = (self.head_blocks, p.batch, p.seq, p.groups, p.state)
         buffers = (
             (True, Buffer("step", (*per_head, tokens), f32)),
             (True, Buffer("decay", (*per_head, tokens), f32)),
@@ -210,8 +222,6 @@ class _Backward:
             (True, Buffer("A_part", (*per_head, self.chunks), f32)),
             (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
             (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
-            (self.head_blocks > 1, Buffer("B_part", groups, f32)),
-            (self.head_blocks > 1, Buffer("C_part", groups, f32)),
         )
         return tuple(buffer for present, buffer in buffers if present)
 
@@ -299,21 +309,20 @@ class _Backward:
         )
 
     def chunk_gradients(self, first_row: int, rows: int) -> Launch:
-        p, tiles, partial = self.problem, self.problem.state // WIDTH, self.head_blocks > 1
+        p, tiles = self.problem, self.problem.state // WIDTH
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         maps += [self.states_map("states"), self.states_map("adjoints")]
-        sums = self.arrays("B_part", "C_part") if partial else self.arrays("dB", "dC")
-        arrays = [*self.arrays("step", "decay", "D", "dx"), *sums]
-        arrays += self.arrays("step_gradient", "decay_gradient", "D_part")
-        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.batch)
+        arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
         memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 11 * 8 + 1024
         return _launch(
             "chunk_gradients",
-            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
+            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
             threads=CHUNK_THREADS,
+            cluster=self.head_blocks,
             shared_memory=memory,
             file=CHUNK_FILE,
         )
@@ -339,33 +348,27 @@ class _Backward:
         )
 
     def state_gradients(self, first_row: int, rows: int) -> Launch:
-        p, tiles, partial = self.problem, self.columns // WIDTH, self.head_blocks > 1
+        p, tiles = self.problem, self.columns // WIDTH
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         maps += [self.states_map("states"), self.states_map("adjoints")]
-        arrays = self.arrays("step", "decay", "pair_gradient")
-        arrays += self.arrays("B_part", "C_part") if partial else self.arrays("dB", "dC")
+        arrays = self.arrays("step", "decay", "pair_gradient", "dB", "dC")
         of_columns = p.batch * self.units * self.chunks * CHUNK
         arrays.append(ArrayArg("decay_gradient", (self.column_blocks * of_columns,), None, of_columns))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state, p.batch)
         return _launch(
             "state_gradients",
-            (CUDA_TYPES[p.dtype], self.columns, partial),
+            (CUDA_TYPES[p.dtype], self.columns, self.head_blocks > 1),
             self.column_blocks * self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes, self.head_blocks, self.block_units, first_row)),
             threads=STATE_THREADS,
+            cluster=self.head_blocks,
             shared_memory=(8 * tiles + 8) * TILE + 6 * CHUNK * 4 + 16 * 4 + 5 * 8 + 1024,
             file=LARGE_FILE,
         )
 
     def sums(self) -> Iterator[Launch]:
-        """What is left when every chunk is done: sums over head blocks, dt and the parameters."""
+        """What is left when every chunk is done: dt and the parameters."""
         p = self.problem
-        if self.head_blocks > 1:
-            size = p.batch * p.seq * p.groups * p.state
-            for name in ("B", "C"):
-                arguments = (*self.arrays(f"{name}_part", f"d{name}"), ScalarArg(size, "int64"))
-                arguments = (*arguments, *_ints(self.head_blocks))
-                yield _launch("sum_parts", (CUDA_TYPES[p.dtype],), math.ceil(size / 1024), arguments)
         arrays = self.arrays("dt", "dt_bias", "A", "step", "step_gradient", "decay_gradient")
         arrays += self.arrays("ddt", "A_part", "bias_part")
         template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
@@ -385,12 +388,14 @@ def _launch(
     arguments: tuple[Argument, ...],
     threads: int = THREADS,
     shared_memory: int = 0,
+    cluster: int = 1,
     file: str = FILE,
 ) -> Launch:
     constants = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in template)
     kernel = CudaKernel(file, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
     pdl = function != "step_sizes"  # the plan's first, which does not wait for earlier kernels itself
-    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory, pdl=pdl)
+    together = (cluster, 1, 1) if cluster > 1 else None
+    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory, together, pdl)
 
 
 def _ints(*values: int) -> list[ScalarArg]:

@@ -12,7 +12,7 @@
 // Kernels, in order: step_sizes; walk, which stores S and T of every chunk, both directions in one launch (with several
 // segments of a row first without storing, to find what every segment gives alone, which join turns into the states
 // between them); chunk_gradients, or for states of more than 128 columns pair_gradients and state_gradients (files of
-// their own), which go through the heads of a group in order; [sum_parts;] step_gradients and parameter_gradients.
+// their own), which go through the heads of a group in order; step_gradients and parameter_gradients.
 //
 // A head of more than 64 channels is several pieces of 64 that share their decays: the kernels count pieces. Rows count
 // from `first_row`: a launch may cover some rows only, then states and starts hold just those.
@@ -309,20 +309,6 @@ __global__ void __launch_bounds__(256)
     const float f = factor[backwards ? segments - 1 - k : k];
     state = {f * state.x + alone.x, f * state.y + alone.y, f * state.z + alone.z, f * state.w + alone.w};
   }
-}
-
-// result [size] = the sum over partial [parts, size], in order; size is a multiple of 4. Grid size / 1024 rounded up.
-template <typename T>
-__global__ void __launch_bounds__(256) sum_parts(const float* partial, T* result, long long size, int parts) {
-  const long long at = (blockIdx.x * 256ll + threadIdx.x) * 4;
-  follow_earlier_kernels();
-  if (at >= size) return;
-  float4 total{0, 0, 0, 0};
-  for (int k = 0; k < parts; ++k) {
-    const float4 part = *reinterpret_cast<const float4*>(partial + k * size + at);
-    total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-  }
-  *reinterpret_cast<uint2*>(result + at) = {Pair<T>::of(total.x, total.y), Pair<T>::of(total.z, total.w)};
 }
 
 // ddt [batch, seq, heads] from the gradients of s, [batch, units, chunks * 128], and of its log decay, [parts, batch,

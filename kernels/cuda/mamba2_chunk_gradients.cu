@@ -35,19 +35,19 @@ struct Memory : PairMemory<6 * (N / 64) * TILE> {
 
 }  // namespace
 
-// S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N] of T, or with Partial
-// float32 sums of this block's heads [head blocks, batch, seq, groups, N]; dstep, ddecay [batch, units, chunks * 128]
-// and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 384 threads.
-template <typename T, int N, bool HasD, bool SharedParams, bool Partial>
+// S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N]; dstep, ddecay [batch,
+// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 384
+// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
+template <typename T, int N, bool HasD, bool SharedParams, bool Clustered>
 __global__ void __launch_bounds__(THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
-                    const float* step, const float* decay, const float* skip, T* dx, void* dB, void* dC, float* dstep,
-                    float* ddecay, float* dskip, int seq, int heads, int groups, int pieces, int chunks, int batch,
+                    const float* step, const float* decay, const float* skip, T* dx, T* dB, T* dC, float* dstep,
+                    float* ddecay, float* dskip, int seq, int heads, int groups, int pieces, int chunks,
                     int head_blocks, int block_units, int first_row) {
   using At = Memory<N>;
-  static_assert(At::Bytes + 1024 <= 227 * 1024);  // 1024: what aligning the tiles may cost
+  static_assert(At::Bytes + 1024 <= 227 * 1024 && 2 * SUM_BYTES<N> <= At::Bytes);  // 1024: what aligning may cost
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   const Block memory{base, raw + (base - shared_address(raw))};
@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int first_unit = group * sizes.group_units() + head_block * block_units;
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
   const int tokens = min(TOKENS, seq - chunk * TOKENS);
+  const size_t of_group = ((size_t(row) * seq + chunk * TOKENS) * groups + group) * N;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
 
   auto load_tokens = [&](int k) {
@@ -243,11 +244,18 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
       add_product<T, N>(gradient, a, base + At::B + source * TILE_ROWS + left);
     }
-    const size_t of_chunk = (size_t(row) * seq + chunk * TOKENS) * groups + group;
-    const size_t part = Partial ? size_t(head_block) * batch * seq * groups : 0;
-    void* to = Partial ? static_cast<void*>(static_cast<float*>(dC) + (part + of_chunk) * N)
-                       : static_cast<void*>(static_cast<T*>(dC) + of_chunk * N);
-    store_group<T, N, Partial>(gradient, to, size_t(groups) * N, strips.own[0], strips.own[1], tokens);
+    T* to = dC + of_group;
+    const size_t stride = size_t(groups) * N;
+    if constexpr (Clustered) {
+      __syncthreads();  // what the sums overwrite was read
+      put_sums<N>(gradient, memory.floats(0), strips.own[0], strips.own[1]);
+      cluster_barrier();
+      store_sums<T, N, PAIR_THREADS>(base, head_blocks, head_block, threadIdx.x, to, stride, tokens);
+      cluster_barrier();  // as long as they are read, the block must not end
+    } else {
+      store_rows<T, N>(gradient, to + strips.own[0] * stride, to + strips.own[1] * stride, strips.own[0] < tokens,
+                       strips.own[1] < tokens);
+    }
     return;
   }
 
@@ -333,10 +341,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   // dB += dG' C.
-  const size_t of_chunk = (size_t(row) * seq + chunk * TOKENS) * groups + group;
-  const size_t part = Partial ? size_t(head_block) * batch * seq * groups : 0;
-  void* to = Partial ? static_cast<void*>(static_cast<float*>(dB) + (part + of_chunk) * N)
-                     : static_cast<void*>(static_cast<T*>(dB) + of_chunk * N);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int source = 4 * i + source_warp;
@@ -348,7 +352,23 @@ __global__ void __launch_bounds__(THREADS, 1)
                              Pair<T>::of(w.z, w.w)};
       add_product<T, N>(gradient[i], a, base + At::C + target * TILE_ROWS + left);
     }
-    const int upper = source * 16 + lane / 4;
-    store_group<T, N, Partial>(gradient[i], to, size_t(groups) * N, upper, upper + 8, tokens);
+  }
+  T* to = dB + of_group;
+  const size_t stride = size_t(groups) * N;
+  auto upper = [&](int i) { return (4 * i + source_warp) * 16 + lane / 4; };
+  if constexpr (Clustered) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) put_sums<N>(gradient[i], memory.floats(SUM_BYTES<N>), upper(i), upper(i) + 8);
+    cluster_barrier();
+    store_sums<T, N, SOURCE_WARPS * 32>(base + SUM_BYTES<N>, head_blocks, head_block, threadIdx.x - PAIR_THREADS, to,
+                                        stride, tokens);
+    cluster_barrier();
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      store_rows<T, N>(gradient[i], to + upper(i) * stride, to + (upper(i) + 8) * stride, upper(i) < tokens,
+                       upper(i) + 8 < tokens);
+    }
   }
 }

@@ -4,6 +4,7 @@
 
 #include "async_copy.cuh"
 #include "fragments.cuh"
+#include "shared_memory.cuh"
 
 namespace jax_ssd {
 
@@ -73,24 +74,36 @@ __device__ __forceinline__ void add_product(float (&d)[N / 2], const unsigned (&
   }
 }
 
-// Stores a warp's accumulators of dB or dC; `upper` and `lower` are this lane's rows, `to` the chunk's first row.
-template <typename T, int N, bool Partial>
-__device__ __forceinline__ void store_group(const float (&d)[N / 2], void* to, size_t stride, int upper, int lower,
-                                            int tokens) {
-  if constexpr (Partial) {
+// Rows of N sums in shared memory: their distance keeps rows that a warp writes together in different banks.
+template <int N>
+constexpr int SUM_ROW = N + 8;
+template <int N>
+constexpr int SUM_BYTES = TOKENS * SUM_ROW<N> * 4;  // of a chunk
+
+// A warp's accumulators of dB or dC to such rows.
+template <int N>
+__device__ __forceinline__ void put_sums(const float (&d)[N / 2], float* rows, int upper, int lower) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int token = h ? lower : upper;
-      if (token >= tokens) continue;
-      float* row = static_cast<float*>(to) + token * stride + 2 * (threadIdx.x % 4);
-#pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
-        *reinterpret_cast<float2*>(row + 8 * j) = {d[4 * j + 2 * h], d[4 * j + 2 * h + 1]};
-      }
+  for (int j = 0; j < N / 8; ++j) {
+    const int column = 8 * j + 2 * (threadIdx.x % 4);
+    *reinterpret_cast<float2*>(rows + upper * SUM_ROW<N> + column) = {d[4 * j], d[4 * j + 1]};
+    *reinterpret_cast<float2*>(rows + lower * SUM_ROW<N> + column) = {d[4 * j + 2], d[4 * j + 3]};
+  }
+}
+
+// Adds up the rows of all blocks of a cluster, in their order, and stores the sums, each block those of some tokens.
+// `rows` is their address in every block, `to` the chunk's first row; Threads threads, of which this is one.
+template <typename T, int N, int Threads>
+__device__ __forceinline__ void store_sums(unsigned rows, int blocks, int rank, int thread, T* to, size_t stride,
+                                           int tokens) {
+  for (int token = rank + thread / (N / 4) * blocks; token < tokens; token += Threads / (N / 4) * blocks) {
+    const int column = thread % (N / 4) * 4;
+    float4 sum{0, 0, 0, 0};
+    for (int block = 0; block < blocks; ++block) {
+      const float4 v = load_from_block(rows + (token * SUM_ROW<N> + column) * 4, block);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
-  } else {
-    T* rows = static_cast<T*>(to);
-    store_rows<T, N>(d, rows + upper * stride, rows + lower * stride, upper < tokens, lower < tokens);
+    *reinterpret_cast<uint2*>(to + token * stride + column) = {Pair<T>::of(sum.x, sum.y), Pair<T>::of(sum.z, sum.w)};
   }
 }
 

@@ -231,19 +231,19 @@ struct StatesAt {
 
 }  // namespace
 
-// S and T as `walk` stored them, pair_gradient as pair_gradients did; dB, dC [batch, seq, groups, state] of T, or with
-// Partial float32 sums of this block's heads [head blocks, batch, seq, groups, state]; ddecay [state / Columns, batch,
-// units, chunks * 128] float32. Grid state / Columns * head_blocks * groups * chunks * rows, 640 threads.
-template <typename T, int Columns, bool Partial>
+// S and T as `walk` stored them, pair_gradient as pair_gradients did; dB, dC [batch, seq, groups, state]; ddecay [state
+// / Columns, batch, units, chunks * 128] float32. Grid head_blocks * state / Columns * groups * chunks * rows, 640
+// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
+template <typename T, int Columns, bool Clustered>
 __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     state_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
-                    const float* step, const float* decay, const uint2* pair_gradient, void* dB, void* dC,
-                    float* ddecay, int seq, int heads, int groups, int pieces, int chunks, int state, int batch,
-                    int head_blocks, int block_units, int first_row) {
+                    const float* step, const float* decay, const uint2* pair_gradient, T* dB, T* dC, float* ddecay,
+                    int seq, int heads, int groups, int pieces, int chunks, int state, int batch, int head_blocks,
+                    int block_units, int first_row) {
   using At = StatesAt<Columns>;
-  static_assert(At::Bytes + 1024 <= 227 * 1024);  // 1024: what aligning the tiles may cost
+  static_assert(At::Bytes + 1024 <= 227 * 1024 && 2 * SUM_BYTES<Columns> <= At::Bytes);  // 1024: what aligning may cost
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   const Block memory{base, raw + (base - shared_address(raw))};
@@ -252,11 +252,11 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
   const Sizes sizes{seq, heads, groups, pieces, chunks};
 
   int block = blockIdx.x;
-  const int column_block = block % (state / Columns), first_column = column_block * Columns;
-  block /= state / Columns;
-  const uint2* sums = pair_gradient + size_t(block) * (PAIR_TILES * 32) + threadIdx.x % 32;
   const int head_block = block % head_blocks;
   block /= head_blocks;
+  const int column_block = block % (state / Columns), first_column = column_block * Columns;
+  block /= state / Columns;
+  const uint2* sums = pair_gradient + (size_t(block) * head_blocks + head_block) * (PAIR_TILES * 32) + threadIdx.x % 32;
   const int group = block % groups;
   block /= groups;
   const int chunk = block % chunks, local_row = block / chunks, row = first_row + local_row;
@@ -277,7 +277,10 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
 
   if (warp >= STATE_WARPS) {  // the first of these copies, and finishes heads
     give_registers<COPY_REGISTERS>();
-    if (warp > STATE_WARPS) return;
+    if (warp > STATE_WARPS) {
+      if constexpr (Clustered) cluster_barrier(), cluster_barrier();
+      return;
+    }
     auto load = [&](int k) {
       const unsigned barrier = full + k % 2 * 8, to = base + At::Head + k % 2 * At::HeadBytes;
       const int unit = first_unit + k, of_unit = local_row * sizes.units() + unit;
@@ -315,19 +318,28 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       const size_t of_unit = (size_t(column_block) * batch + row) * sizes.units() + first_unit + k;
       reinterpret_cast<float4*>(ddecay + of_unit * sizes.padded() + chunk * TOKENS)[lane] = sums_to_the_end(entering);
     }
+    if constexpr (Clustered) cluster_barrier(), cluster_barrier();
     return;
   }
 
   // A warp owns 16 tokens, of dB or of dC.
   const int strip = warp % SIDE_WARPS, upper = strip * 16 + lane / 4, lower = upper + 8;
   const unsigned left = swizzled(lane % 16, lane / 16);  // this lane's place in a fragment of 16 rows
-  auto store = [&](const float (&gradient)[Columns / 2], void* to) {
-    const size_t of_chunk = (size_t(row) * seq + chunk * TOKENS) * groups + group;
-    const size_t part = Partial ? size_t(head_block) * batch * seq * groups : 0;
-    const size_t at = (part + of_chunk) * state + first_column;
-    to = Partial ? static_cast<void*>(static_cast<float*>(to) + at) : static_cast<void*>(static_cast<T*>(to) + at);
+  auto store = [&](const float (&gradient)[Columns / 2], T* result, int side) {
+    const size_t stride = size_t(groups) * state;
     const int tokens = min(TOKENS, seq - chunk * TOKENS);
-    store_group<T, Columns, Partial>(gradient, to, size_t(groups) * state, upper, lower, tokens);
+    T* to = result + ((size_t(row) * seq + chunk * TOKENS) * groups + group) * state + first_column;
+    if constexpr (Clustered) {
+      const int from = side * SUM_BYTES<Columns>;
+      named_barrier(1, STATE_WARPS * 32);  // what the sums overwrite was read
+      put_sums<Columns>(gradient, memory.floats(from), upper, lower);
+      cluster_barrier();
+      store_sums<T, Columns, SIDE_WARPS * 32>(base + from, head_blocks, head_block, threadIdx.x % (SIDE_WARPS * 32), to,
+                                              stride, tokens);
+      cluster_barrier();  // as long as they are read, the block must not end
+    } else {
+      store_rows<T, Columns>(gradient, to + upper * stride, to + lower * stride, upper < tokens, lower < tokens);
+    }
   };
 
   if (warp < SIDE_WARPS) {
@@ -379,7 +391,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       const unsigned a[4] = {v.x, w.x, v.y, w.y};
       add_product<T, Columns>(gradient, a, base + At::C + target * TILE_ROWS + left);
     }
-    store(gradient, dB);
+    store(gradient, dB, 0);
   } else {
     take_registers<STATE_REGISTERS>();
     float gradient[Columns / 2];
@@ -434,6 +446,6 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       const unsigned a[4] = {transposed_tile(v.x), transposed_tile(v.y), transposed_tile(w.x), transposed_tile(w.y)};
       add_product<T, Columns>(gradient, a, base + At::B + source * TILE_ROWS + left);
     }
-    store(gradient, dC);
+    store(gradient, dC, 1);
   }
 }
