@@ -81,19 +81,17 @@ def test_blocks_that_make_no_sense(changes):
 def test_memory_is_at_most_half_more_than_the_arrays_of_a_training_step(sizes):
     made = plan_cuda_backward.backward(model(**sizes))
     arrays, scratch = (sum(b.nbytes for b in some) for some in ((*made.operands, *made.results), made.scratch))
-    y = next(
-        b.nbytes for b in made.operands if b.name == "x"
-    )  # an output of the forward that the backward does not read
-    assert arrays + scratch <= 1.5 * (arrays + y)
+    y = next(b.nbytes for b in made.operands if b.name == "x")  # which the forward has written
+    assert scratch <= 0.5 * (arrays + y)
 
 
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
     [
         (FIRST, BackwardBlocks(8, 1, 1)),
-        (WIDE, BackwardBlocks(1, 1, 1)),
+        (WIDE, BackwardBlocks(1, 2, 1)),
         ({"batch": 1, "seq": 64, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
-        ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 2, 1)),
+        ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 4, 1)),
     ],
     ids=str,
 )

@@ -34,7 +34,6 @@ WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
 PAIR_TILES = 72
-CHUNK_THREADS = 384
 PAIR_THREADS = 320
 STATE_THREADS = 640
 MOST_COLUMNS = 128  # of a state, in one block
@@ -46,7 +45,7 @@ FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the 
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
-MEMORY = 1.45  # times the arrays of a training step, y among them: so much the backward may need in all
+SCRATCH_SHARE = 0.48  # of the arrays of a training step, y among them: so much memory the backward may take besides
 SMALL_SCRATCH = 64 << 20  # bytes that nobody misses
 MOST_TURNS = 16
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
@@ -77,7 +76,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     p = problem
     one = _Backward(p, BackwardBlocks())
     arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
-    allowed = max(SMALL_SCRATCH, MEMORY * (arrays + y) - arrays)
+    allowed = max(SMALL_SCRATCH, SCRATCH_SHARE * (arrays + y))
     candidates = [_blocks(p, math.ceil(p.batch / turns)) for turns in range(1, min(p.batch, MOST_TURNS) + 1)]
 
     def cost(blocks: BackwardBlocks) -> tuple[float, int, int]:
@@ -315,13 +314,13 @@ class _Backward:
         arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 11 * 8 + 1024
+        memory = (6 * tiles + 8) * TILE + PAIR_TILES // 2 * (1024 + 512)
+        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 2 * CHUNK + 8 + 8 * WIDTH + CHUNK) * 4 + 5 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
-            threads=CHUNK_THREADS,
             cluster=self.head_blocks,
             shared_memory=memory,
             file=CHUNK_FILE,
