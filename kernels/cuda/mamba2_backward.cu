@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
   const bool last_matters = !Stores || (backwards && segment == 0 && dinitial != nullptr);
   const int stages = 2 * (last_matters ? count : count - 1);
 
-  const int piece = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int piece = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int unit = first_unit + piece;
   const size_t of_unit = size_t(local_row) * sizes.units() + unit;
   const float* g = decay + (size_t(row) * heads + unit / pieces) * sizes.padded();

@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(256, 1)
   const int first_unit = group * sizes.group_units() + head_block * block_units;
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
   const int strip = warp;
   const int upper = strip * 16 + lane / 4, lower = upper + 8;  // this lane's two tokens
 

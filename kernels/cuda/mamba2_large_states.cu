@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
   const int chunk = block % chunks, local_row = block / chunks, row = first_row + local_row;
   const int first_unit = group * sizes.group_units() + head_block * block_units;
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = state / 64;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, tiles = state / 64;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < At::Stages; ++i) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
   const int chunk = block % chunks, local_row = block / chunks, row = first_row + local_row;
   const int first_unit = group * sizes.group_units() + head_block * block_units;
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
     barrier_init(full_group, 1);
