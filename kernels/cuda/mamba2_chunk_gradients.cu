@@ -37,8 +37,9 @@ struct ChunkMemory {
   static constexpr int ByDecay = ByStep + TOKENS * 4;            // [128]
   static constexpr int ByLast = ByDecay + TOKENS * 4;            // [strips]
   static constexpr int BySkip = ByLast + STRIPS * 4;             // [strips][64]
-  static constexpr int ByFar = BySkip + STRIPS * WIDTH * 4;  // [2][64]: E M of targets in the second half, and s E M
-  static constexpr int Barriers = ByFar + 2 * HALF * 4;
+  // [2][2][64]: E M and s E M by source, across the chunk's middle and across those of its halves
+  static constexpr int ByFar = BySkip + STRIPS * WIDTH * 4;
+  static constexpr int Barriers = ByFar + 4 * HALF * 4;
   static constexpr int Bytes = Barriers + 5 * 8;
 };
 
@@ -76,6 +77,30 @@ __device__ __forceinline__ void sum_columns(const float (&column)[2][2], float* 
   if (!(lane & 4)) by_target[second * 8 + 2 * (lane % 4) + odd] = one;
 }
 
+// E of 16 sources in fragments and 16 targets; `rows` is this lane's address in dy's rows as a right factor.
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&joint)[8], const unsigned (&x)[4][4], unsigned rows) {
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+    unsigned b[4];
+    load_tiles(b, rows ^ d * 32);
+    multiply(reinterpret_cast<float (&)[4]>(joint[0]), x[d], b[0], b[1], T());
+    multiply(reinterpret_cast<float (&)[4]>(joint[4]), x[d], b[2], b[3], T());
+  }
+}
+
+// u += M dy for a tile of M; `rows` is this lane's address in dy's 16 rows.
+template <typename T>
+__device__ __forceinline__ void add_mixed(float (&u)[WIDTH / 2], const unsigned (&mixed)[4], unsigned rows) {
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+    unsigned b[4];
+    load_tiles_transposed(b, rows ^ d * 32);
+    multiply(reinterpret_cast<float (&)[4]>(u[8 * d]), mixed, b[0], b[1], T());
+    multiply(reinterpret_cast<float (&)[4]>(u[8 * d + 4]), mixed, b[2], b[3], T());
+  }
+}
+
 // The pairs of a strip of 16 sources, whose x, g and s this warp's lanes hold, with 16 targets: adds M dy to u, E w s
 // to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the diagonal
 // tile). The sums over sources of s E M go to by_target.
@@ -86,14 +111,8 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
                                           float4* pair_gradient, float* by_target, unsigned dy_tile, unsigned left,
                                           unsigned right, int strip, int target) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  float joint[2][4] = {};
-#pragma unroll
-  for (int d = 0; d < 4; ++d) {
-    unsigned b[4];
-    load_tiles(b, dy_tile + target * 2048 + (right ^ d * 32));
-    multiply(joint[0], x_own[d], b[0], b[1], T());
-    multiply(joint[1], x_own[d], b[2], b[3], T());
-  }
+  float joint[8] = {};
+  multiply_rows<T>(joint, x_own, dy_tile + target * 2048 + right);
   const int at = pair_tile(strip, target);
   const uint4 packed = pairs[at * 32 + lane];
   const unsigned kept[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -112,7 +131,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
       for (int c = 0; c < 2; ++c) {
         float exponent = (c ? g_target.y : g_target.x) - g_own[h];
         const int ahead = q * 8 + 2 * quad + c - (lane / 4 + 8 * h);
-        float e = joint[q][2 * h + c];
+        float e = joint[4 * q + 2 * h + c];
         m[c] = c ? product.y : product.x;
         if constexpr (Diagonal) {  // a NaN times a masked weight would be one
           exponent = ahead >= 0 ? exponent : MASKED;
@@ -134,17 +153,11 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
   }
   pair_gradient[at * 64 + lane] = sums[0];
   pair_gradient[at * 64 + 32 + lane] = sums[1];
-#pragma unroll
-  for (int d = 0; d < 4; ++d) {
-    unsigned b[4];
-    load_tiles_transposed(b, dy_tile + target * 2048 + (left ^ d * 32));
-    multiply(reinterpret_cast<float (&)[4]>(u[8 * d]), mixed, b[0], b[1], T());
-    multiply(reinterpret_cast<float (&)[4]>(u[8 * d + 4]), mixed, b[2], b[3], T());
-  }
+  add_mixed<T>(u, mixed, dy_tile + target * 2048 + left);
   sum_columns(column, by_target + target * 16);
 }
 
-// Pairs of a source in the chunk's first half and a target in its second: w_ij = exp2(g_mid - g_j) exp2(g_i - g_mid).
+// Pairs across a middle, of a source before it and a target after it: w_ij = exp2(g_mid - g_j) exp2(g_i - g_mid).
 
 // M of a strip of sources and 16 targets, as a fragment. left: exp2(g_mid - g_j) of this lane's two sources.
 template <typename T>
@@ -197,6 +210,18 @@ __device__ __forceinline__ void add_far(float (&later)[2], const float* joint, c
   pair_gradient[lane] = sums[0];
   pair_gradient[32 + lane] = sums[1];
   sum_columns(column, by_target);
+}
+
+// Sums of E M over far targets of a strip of sources, this lane's parts of two rows, and those times s.
+__device__ __forceinline__ void store_far(float* by_far, int row, const float (&far)[2], const float (&s_far)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = quad_sum(far[h]);
+    if (threadIdx.x % 4 == 0) {
+      by_far[row + 8 * h] = sum;
+      by_far[HALF + row + 8 * h] = s_far[h] * sum;
+    }
+  }
 }
 
 }  // namespace
@@ -423,9 +448,42 @@ __global__ void __launch_bounds__(256, 1)
                        strip, strip);
     same[0] = same[0] - later[0], same[1] = same[1] - later[1];
 #pragma unroll 1
-    for (int target = strip + 1; target < (strip < HALF_STRIPS ? HALF_STRIPS : STRIPS); ++target) {
+    for (int target = strip + 1; target < (strip | 1) + 1; ++target) {
       add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
                           strip, target);
+    }
+    // Of a half, the pairs across its middle: the warps of the sources add M dy, those of the targets do the rest.
+    {
+      const int first_half = strip / HALF_STRIPS * HALF_STRIPS, middle = first_half + HALF_STRIPS / 2;
+      const float g_mid = g[middle * 16 - 1];
+      if (strip < middle) {
+        const float to_mid[2] = {exp2_fast(g_mid - g_own[0]), exp2_fast(g_mid - g_own[1])};
+#pragma unroll
+        for (int i = 0; i < HALF_STRIPS / 2; ++i) {
+          unsigned mixed[4];
+          const int target = middle + i;
+          mix_far<T>(mixed, to_mid, g_mid, g + target * 16, pairs + pair_tile(strip, target) * 32);
+          add_mixed<T>(u, mixed, dy_tile + target * 2048 + left);
+        }
+      } else {
+        const int source = strip - HALF_STRIPS / 2, first = source * 16 + lane / 4;
+        const float to_mid[2] = {exp2_fast(g_mid - g[first]), exp2_fast(g_mid - g[first + 8])};
+        const float s_far[2] = {s[first], s[first + 8]};
+        float far[2] = {0, 0};
+        unsigned x_far[4][4];
+#pragma unroll
+        for (int d = 0; d < 4; ++d) load_tiles(x_far[d], x_tile + source * 2048 + (left ^ d * 32));
+#pragma unroll
+        for (int i = 0; i < HALF_STRIPS / 2; ++i) {
+          const int target = middle + i, at = pair_tile(source, target);
+          float joint[8] = {};
+          multiply_rows<T>(joint, x_far, dy_tile + target * 2048 + right);
+          add_far<T>(far, joint, to_mid, s_far, g_mid, g + target * 16, pairs + at * 32, pair_gradient + at * 64,
+                     reinterpret_cast<float*>(memory + Memory::ByTarget) + source * TOKENS + target * 16);
+        }
+        store_far(reinterpret_cast<float*>(memory + Memory::ByFar) + 2 * HALF, first_half / 2 * 16 + first % HALF, far,
+                  s_far);
+      }
     }
     // The others have their target in the second half: one warpgroup adds M dy, the other does the rest.
     const float g_mid = g[HALF - 1];
@@ -466,15 +524,7 @@ __global__ void __launch_bounds__(256, 1)
         add_far<T>(far, joint + 8 * i, to_mid, s_far, g_mid, g + token, pairs + at * 32, pair_gradient + at * 64,
                    reinterpret_cast<float*>(memory + Memory::ByTarget) + source * TOKENS + token);
       }
-      float* by_far = reinterpret_cast<float*>(memory + Memory::ByFar);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float sum = quad_sum(far[h]);
-        if (quad == 0) {
-          by_far[first + 8 * h] = sum;
-          by_far[HALF + first + 8 * h] = s_far[h] * sum;
-        }
-      }
+      store_far(reinterpret_cast<float*>(memory + Memory::ByFar), first, far, s_far);
     }
 
     // dx, and dD of this warp's tokens.
@@ -546,12 +596,14 @@ __global__ void __launch_bounds__(256, 1)
       const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
       float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
       float4 direct = reinterpret_cast<const float4*>(memory + Memory::ByStep)[lane];
-      if (lane < HALF / 4) {
-        const float4* far = reinterpret_cast<const float4*>(memory + Memory::ByFar);
-        const float4 v = far[lane], w = far[HALF / 4 + lane];
+      const float4* far = reinterpret_cast<const float4*>(memory + Memory::ByFar);
+      auto add_sources = [&](int at) {
+        const float4 v = far[at], w = far[HALF / 4 + at];
         direct.x += v.x, direct.y += v.y, direct.z += v.z, direct.w += v.w;
         sum.x -= w.x, sum.y -= w.y, sum.z -= w.z, sum.w -= w.w;
-      }
+      };
+      if (lane < 16) add_sources(lane);                                     // four tokens of the first half
+      if (lane % 16 < 8) add_sources(HALF / 2 + lane / 16 * 8 + lane % 8);  // of the first half of a half
       for (int i = 0; i <= lane / 4; ++i) {
         const float4 part = targets[i * 32 + lane];
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
