@@ -3,6 +3,7 @@
 //
 // One block per chunk and block of heads of one group, which goes through its heads in order and keeps dB and dC in
 // registers. A warp owns 16 tokens, as sources and as targets; scores stay in the registers of the warp that made them.
+// A third warpgroup starts the copies and finishes what the others found for a head.
 
 #include "async_copy.cuh"
 #include "decay.cuh"
@@ -16,6 +17,9 @@ using namespace jax_ssd;
 namespace {
 
 constexpr float MASKED = -1e30f;  // an exponent whose exp2 is exactly zero
+constexpr int TOKEN_WARPS = 8, TOKEN_THREADS = TOKEN_WARPS * 32, HELPERS = 4, HELPER_THREADS = HELPERS * 32;
+// Of a thread: together what 168 each are, more would never come.
+constexpr int TOKEN_REGISTERS = 240, HELPER_REGISTERS = 24;
 constexpr int STRIPS = TOKENS / 16, HALF_STRIPS = STRIPS / 2;
 constexpr int PAIR_TILES = STRIPS * (STRIPS + 1) / 2;  // 16 x 16 tiles that hold a pair of a token and a later one
 
@@ -35,12 +39,13 @@ struct ChunkMemory {
   static constexpr int ByTarget = Skip + 2 * WIDTH * 4;          // [strips][128]: sums over the strip's sources
   static constexpr int ByStep = ByTarget + STRIPS * TOKENS * 4;  // [128]
   static constexpr int ByDecay = ByStep + TOKENS * 4;            // [128]
-  static constexpr int ByLast = ByDecay + TOKENS * 4;            // [strips]
-  static constexpr int BySkip = ByLast + STRIPS * 4;             // [strips][64]
+  static constexpr int ByLeaving = ByDecay + TOKENS * 4;         // [128]
+  static constexpr int ByLast = ByLeaving + TOKENS * 4;          // [2][helpers]: of <S, T>
+  static constexpr int BySkip = ByLast + 2 * HELPERS * 4;        // [strips][64]
   // [2][2][64]: E M and s E M by source, across the chunk's middle and across those of its halves
   static constexpr int ByFar = BySkip + STRIPS * WIDTH * 4;
   static constexpr int Barriers = ByFar + 4 * HALF * 4;
-  static constexpr int Bytes = Barriers + 5 * 8;
+  static constexpr int Bytes = Barriers + 10 * 8;
 };
 
 // Tile (strip, target) of the triangle, target >= strip.
@@ -59,6 +64,16 @@ __device__ __forceinline__ void load_scaled(unsigned (&a)[4][4], unsigned rows, 
       const float2 v = both_of<T>(a[d][i]);
       a[d][i] = Pair<T>::of(v.x * factor[i % 2], v.y * factor[i % 2]);
     }
+  }
+}
+
+// u = a state times this warpgroup's rows of B or C, [Tiles][128][64] from `rows` on; in the current group of products.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_by_state(float (&u)[WIDTH / 2], unsigned rows, unsigned state) {
+#pragma unroll
+  for (int d = 0; d < N / 16; ++d) {
+    const unsigned long long a = row_descriptor(rows + d / 4 * ROWS), b = row_descriptor(state + d / 4 * TILE);
+    Wgmma<T, WIDTH>::template shared<false, false>(u, advanced(a, d % 4 * 32), advanced(b, d % 4 * 32), d > 0);
   }
 }
 
@@ -224,14 +239,52 @@ __device__ __forceinline__ void store_far(float* by_far, int row, const float (&
   }
 }
 
+// Writes what was found for a chunk of a head, where dstep, ddecay and dskip point; one warp. Arrives at `finished`
+// when the sums may be overwritten.
+template <typename Memory, bool HasD>
+__device__ __forceinline__ void finish_head(const char* memory, int buffer, unsigned finished, float* dstep,
+                                            float* ddecay, float* dskip) {
+  const int lane = threadIdx.x % 32;
+  auto four = [&](int from, int at) { return reinterpret_cast<const float4*>(memory + from)[at]; };
+  float4 sum = four(Memory::ByDecay, lane), direct = four(Memory::ByStep, lane);
+  auto add_sources = [&](int at) {
+    const float4 v = four(Memory::ByFar, at), w = four(Memory::ByFar, HALF / 4 + at);
+    direct.x += v.x, direct.y += v.y, direct.z += v.z, direct.w += v.w;
+    sum.x -= w.x, sum.y -= w.y, sum.z -= w.z, sum.w -= w.w;
+  };
+  if (lane < 16) add_sources(lane);                                     // four tokens of the first half
+  if (lane % 16 < 8) add_sources(HALF / 2 + lane / 16 * 8 + lane % 8);  // of the first half of a half
+  for (int i = 0; i <= lane / 4; ++i) {
+    const float4 part = four(Memory::ByTarget, i * 32 + lane);
+    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+  }
+  // What leaves counts for the chunk's total decay.
+  const float4 part = four(Memory::ByLeaving, lane);
+  float last = part.x + part.y + part.z + part.w;
+  if (lane < HELPERS) last += reinterpret_cast<const float*>(memory + Memory::ByLast)[buffer * HELPERS + lane];
+  last = warp_sum(last);
+  float2 of_skip{0, 0};
+  if constexpr (HasD) {
+    for (int i = 0; i < STRIPS; ++i) {
+      const float2 v = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
+      of_skip.x += v.x, of_skip.y += v.y;
+    }
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(finished);
+  if (lane == 31) sum.w += last;
+  reinterpret_cast<float4*>(ddecay)[lane] = sums_to_the_end(sum);
+  reinterpret_cast<float4*>(dstep)[lane] = direct;
+  if constexpr (HasD) reinterpret_cast<float2*>(dskip)[lane] = of_skip;
+}
+
 }  // namespace
 
 // S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N]; dstep, ddecay [batch,
-// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 256
-// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one. The strips of warps w and w
-// + 4, which share a scheduler, have nine tiles of pairs together.
+// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 384
+// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
 template <typename T, int N, bool HasD, bool SharedParams, bool Clustered>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
@@ -244,8 +297,11 @@ __global__ void __launch_bounds__(256, 1)
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   char* memory = raw + (base - shared_address(raw));
+  // A buffer is full when its copy has come, and free when every warp has read it; there are two of tokens. A head is
+  // done when its sums are in memory, finished when they were read.
   const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, full_adjoints = full_group + 16;
-  const unsigned full_tokens = full_group + 24;  // two
+  const unsigned full_tokens = full_group + 24, free_states = full_group + 40, free_tokens = full_group + 48;
+  const unsigned done = full_group + 64, finished = full_group + 72;
   const Sizes sizes{seq, heads, groups, pieces, chunks};
 
   int block = blockIdx.x;
@@ -288,22 +344,74 @@ __global__ void __launch_bounds__(256, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < 5; ++i) barrier_init(full_group + i * 8, 1);
+    barrier_init(free_states, TOKEN_WARPS + HELPERS);
+    for (int i = 0; i < 2; ++i) barrier_init(free_tokens + i * 8, TOKEN_WARPS);
+    barrier_init(done, TOKEN_WARPS);
+    barrier_init(finished, 1);
     fence_barrier_init();
   }
   __syncthreads();
   follow_earlier_kernels();
-  if (threadIdx.x == 0) {
-    barrier_expect(full_group, 2 * Memory::Tiles * Memory::Rows);
-    for (int i = 0; i < 2 * Memory::Tiles; ++i) {
-      const int to = i / 2 * Memory::Rows + i % 2 * TILE, token = chunk * TOKENS + i % 2 * HALF;
-      copy_in(base + Memory::B + to, B, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
-      copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+
+  if (warp >= TOKEN_WARPS) {
+    give_registers<HELPER_REGISTERS>();
+    const bool copies = threadIdx.x == TOKEN_THREADS;
+    if (copies) {
+      barrier_expect(full_group, 2 * Memory::Tiles * Memory::Rows);
+      for (int i = 0; i < 2 * Memory::Tiles; ++i) {
+        const int to = i / 2 * Memory::Rows + i % 2 * TILE, token = chunk * TOKENS + i % 2 * HALF;
+        copy_in(base + Memory::B + to, B, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+        copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+      }
+      load_tokens(0);
+      load_state_tiles(adjoints, base + Memory::Adjoint, 0, full_adjoints);
+      load_state_tiles(states, base + Memory::S, 0, full_states);
+      if (count > 1) load_tokens(1);
     }
-    load_tokens(0);
-    load_state_tiles(adjoints, base + Memory::Adjoint, 0, full_adjoints);
-    load_state_tiles(states, base + Memory::S, 0, full_states);
-    if (count > 1) load_tokens(1);
+    __syncwarp();
+    const int helper = warp - TOKEN_WARPS;
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      // <S, T>, which the chunk's total decay scales.
+      barrier_wait(full_tokens + k % 2 * 8, k / 2 % 2);
+      const float g_last = reinterpret_cast<const float*>(memory + Memory::Decay)[k % 2 * TOKENS + TOKENS - 1];
+      barrier_wait(full_adjoints, k % 2);
+      barrier_wait(full_states, k % 2);
+      float across = 0;
+#pragma unroll 2
+      for (int i = threadIdx.x - TOKEN_THREADS; i < 8 * N; i += HELPER_THREADS) {
+        const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[i];
+        const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[i];
+        across += dot<T>(a.x, b.x) + dot<T>(a.y, b.y) + (dot<T>(a.z, b.z) + dot<T>(a.w, b.w));
+      }
+      across = warp_sum(across) * exp2_fast(g_last);
+      if (lane == 0) {
+        reinterpret_cast<float*>(memory + Memory::ByLast)[k % 2 * HELPERS + helper] = across;
+        barrier_arrive(free_states);
+      }
+      named_barrier(1, HELPER_THREADS);
+      if (copies && k + 1 < count) {
+        if (k > 0) {
+          barrier_wait(free_tokens + (k - 1) % 2 * 8, (k - 1) / 2 % 2);
+          load_tokens(k + 1);
+        }
+        barrier_wait(free_states, k % 2);
+        load_state_tiles(adjoints, base + Memory::Adjoint, k + 1, full_adjoints);
+        load_state_tiles(states, base + Memory::S, k + 1, full_states);
+      }
+      __syncwarp();
+      if (helper == 1 + k % (HELPERS - 1)) {
+        barrier_wait(done, k % 2);
+        const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
+        const size_t at = of_unit * sizes.padded() + chunk * TOKENS;
+        finish_head<Memory, HasD>(memory, k % 2, finished, dstep + at, ddecay + at,
+                                  dskip + (of_unit * chunks + chunk) * WIDTH);
+      }
+    }
+    if constexpr (Clustered) cluster_barrier(), cluster_barrier();
+    return;
   }
+  take_registers<TOKEN_REGISTERS>();
 
   // Offsets of the fragments of 16 rows and 16 columns (the next 16: ^ 32, the next 16 rows: + 2048), of the left
   // factor or, transposed, of one whose rows are summed over; and of a right factor whose columns are summed over.
@@ -346,100 +454,83 @@ __global__ void __launch_bounds__(256, 1)
     const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
     const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
 
-    // From the chunk's end: dB += s e x T and u = T B_j. From its start: dC += exp2(g) dy S and v = S C_i.
-    float u[WIDTH / 2], leaving[2] = {0, 0}, entering[2] = {0, 0}, across = 0;  // across: this thread's part of <S, T>
+    // From the chunk's end: dB += s e x T and u = T B_j.
+    float u[WIDTH / 2], leaving[2] = {0, 0}, entering[2] = {0, 0};
+    const int own_rows = warp / 4 * TILE;  // of this warpgroup in B and C
+    unsigned x_own[4][4];
     {
       const float weight[2] = {s_own[0] * leave[0], s_own[1] * leave[1]};
-      unsigned of_source[4][4], of_target[4][4];
-      load_scaled<T>(of_source, x_tile + strip * 2048 + left, weight);
-      load_scaled<T>(of_target, dy_tile + strip * 2048 + left, enter);
-      float v[WIDTH / 2];
+      load_scaled<T>(x_own, x_tile + strip * 2048 + left, weight);
       barrier_wait(full_adjoints, k % 2);
-      barrier_wait(full_states, k % 2);
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         const unsigned long long b = column_descriptor(base + Memory::Adjoint, TILE);
-        Wgmma<T, N>::template registers<true>(source_gradient, of_source[d], advanced(b, d * 2048), true);
+        Wgmma<T, N>::template registers<true>(source_gradient, x_own[d], advanced(b, d * 2048), true);
       }
+      multiply_by_state<T, N>(u, base + Memory::B + own_rows, base + Memory::Adjoint);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(source_gradient);
+      pin(u);
+    }
+    // From its start: dC += exp2(g) dy S and v = S C_i; meanwhile u becomes e_j T B_j.
+    {
+      unsigned dy_own[4][4];
+      load_scaled<T>(dy_own, dy_tile + strip * 2048 + left, enter);
+      float v[WIDTH / 2];
+      barrier_wait(full_states, k % 2);
+      wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         const unsigned long long b = column_descriptor(base + Memory::S, TILE);
-        Wgmma<T, N>::template registers<true>(target_gradient, of_target[d], advanced(b, d * 2048), true);
+        Wgmma<T, N>::template registers<true>(target_gradient, dy_own[d], advanced(b, d * 2048), true);
       }
-#pragma unroll
-      for (int d = 0; d < N / 16; ++d) {
-        const int rows = d / 4 * Memory::Rows + warp / 4 * TILE, tile = d / 4 * TILE, at = d % 4 * 32;
-        Wgmma<T, WIDTH>::template shared<false, false>(u, advanced(row_descriptor(base + Memory::B + rows), at),
-                                                       advanced(row_descriptor(base + Memory::Adjoint + tile), at),
-                                                       d > 0);
-      }
-#pragma unroll
-      for (int d = 0; d < N / 16; ++d) {
-        const int rows = d / 4 * Memory::Rows + warp / 4 * TILE, tile = d / 4 * TILE, at = d % 4 * 32;
-        Wgmma<T, WIDTH>::template shared<false, false>(v, advanced(row_descriptor(base + Memory::C + rows), at),
-                                                       advanced(row_descriptor(base + Memory::S + tile), at), d > 0);
-      }
+      multiply_by_state<T, N>(v, base + Memory::C + own_rows, base + Memory::S);
       wgmma_commit();
-#pragma unroll 1
-      for (int i = 0; i < N / 32; ++i) {
-        const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[threadIdx.x + i * 256];
-        const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[threadIdx.x + i * 256];
-        across += dot<T>(a.x, b.x) + dot<T>(a.y, b.y) + (dot<T>(a.z, b.z) + dot<T>(a.w, b.w));
-      }
-      wgmma_wait<0>();
-      pin(source_gradient);
-      pin(target_gradient);
-      pin(u);
-      pin(v);
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        unsigned dy_own[4];
-        load_tiles(dy_own, dy_tile + strip * 2048 + (left ^ d * 32));
+        load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 w = both_of<T>(dy_own[i]);
+          const float2 w = both_of<T>(x_own[d][i]);
+          float* part = u + 4 * (2 * d + i / 2) + 2 * (i % 2);
+          leaving[i % 2] += part[0] * w.x + part[1] * w.y;
+          part[0] *= leave[i % 2];
+          part[1] *= leave[i % 2];
+        }
+      }
+      wgmma_wait<0>();
+      pin(target_gradient);
+      pin(v);
+      if (lane == 0) barrier_arrive(free_states);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // of exp2(g) dy
+          const float2 w = both_of<T>(dy_own[d][i]);
           const int j = 4 * (2 * d + i / 2) + 2 * (i % 2);
           entering[i % 2] += v[j] * w.x + v[j + 1] * w.y;
         }
       }
     }
-    unsigned x_own[4][4];
-#pragma unroll
-    for (int d = 0; d < 4; ++d) {
-      load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 v = both_of<T>(x_own[d][i]);
-        float* part = u + 4 * (2 * d + i / 2) + 2 * (i % 2);
-        leaving[i % 2] += part[0] * v.x + part[1] * v.y;
-        part[0] *= leave[i % 2];
-        part[1] *= leave[i % 2];
-      }
-    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       leaving[h] = leave[h] * quad_sum(leaving[h]);
-      entering[h] = enter[h] * quad_sum(entering[h]);
+      entering[h] = quad_sum(entering[h]);
     }
-    across *= exp2_fast(g_last);
-    __syncthreads();
-    if (threadIdx.x == 0 && k + 1 < count) {
-      load_state_tiles(adjoints, base + Memory::Adjoint, k + 1, full_adjoints);
-      load_state_tiles(states, base + Memory::S, k + 1, full_states);
-    }
-
+    if (k > 0) barrier_wait(finished, (k - 1) % 2);
     float* by_step = reinterpret_cast<float*>(memory + Memory::ByStep);
     float* by_decay = reinterpret_cast<float*>(memory + Memory::ByDecay);
+    float* by_leaving = reinterpret_cast<float*>(memory + Memory::ByLeaving);
     if (quad == 0) {
       by_step[upper] = leaving[0];
       by_step[lower] = leaving[1];
       by_decay[upper] = entering[0];
       by_decay[lower] = entering[1];
-      across += s_own[0] * leaving[0] + s_own[1] * leaving[1];
+      by_leaving[upper] = s_own[0] * leaving[0];
+      by_leaving[lower] = s_own[1] * leaving[1];
     }
-    across = warp_sum(across);
-    if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[strip] = across;
 
     // Pairs: this warp's sources with every target from them on.
     float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
@@ -584,55 +675,15 @@ __global__ void __launch_bounds__(256, 1)
         by_decay[token] -= s_own[h] * (after + leaving);
       }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      if (k + 2 < count) load_tokens(k + 2);
-    }
-
-    // One warp finishes the head while the others go on: nothing it reads is written before the next barrier.
-    if (warp == k % 8) {
-      const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
-      const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
-      const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
-      float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
-      float4 direct = reinterpret_cast<const float4*>(memory + Memory::ByStep)[lane];
-      const float4* far = reinterpret_cast<const float4*>(memory + Memory::ByFar);
-      auto add_sources = [&](int at) {
-        const float4 v = far[at], w = far[HALF / 4 + at];
-        direct.x += v.x, direct.y += v.y, direct.z += v.z, direct.w += v.w;
-        sum.x -= w.x, sum.y -= w.y, sum.z -= w.z, sum.w -= w.w;
-      };
-      if (lane < 16) add_sources(lane);                                     // four tokens of the first half
-      if (lane % 16 < 8) add_sources(HALF / 2 + lane / 16 * 8 + lane % 8);  // of the first half of a half
-      for (int i = 0; i <= lane / 4; ++i) {
-        const float4 part = targets[i * 32 + lane];
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
-      const float last = warp_sum(lane < STRIPS ? reinterpret_cast<const float*>(memory + Memory::ByLast)[lane] : 0.0f);
-      if (lane == 31) sum.w += last;
-      sum.z += sum.w, sum.y += sum.z, sum.x += sum.y;
-      float after = sum.x;  // becomes the sum of this lane and all after it
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const float right = __shfl_down_sync(~0u, after, offset);
-        if (lane + offset < 32) after += right;
-      }
-      after = __shfl_down_sync(~0u, after, 1);
-      if (lane == 31) after = 0;
-      *reinterpret_cast<float4*>(ddecay + at) = {sum.x + after, sum.y + after, sum.z + after, sum.w + after};
-      *reinterpret_cast<float4*>(dstep + at) = direct;
-      if constexpr (HasD) {
-        float2 total{0, 0};
-        for (int i = 0; i < STRIPS; ++i) {
-          const float2 part = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
-          total.x += part.x, total.y += part.y;
-        }
-        *reinterpret_cast<float2*>(dskip + (of_unit * chunks + chunk) * WIDTH + lane * 2) = total;
-      }
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(done);
+      barrier_arrive(free_tokens + buffer * 8);
     }
   }
+  named_barrier(2, TOKEN_THREADS);
 
-  // dB += dG' C and dC += dG B, with dG summed over the heads; all tiles of it were written before the last barrier.
+  // dB += dG' C and dC += dG B, with dG summed over the heads.
   auto add = [&](float (&d)[N / 2], const unsigned (&a)[4], unsigned tile, int strip) {
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
@@ -665,12 +716,13 @@ __global__ void __launch_bounds__(256, 1)
   const size_t stride = size_t(groups) * N, of_group = ((size_t(row) * seq + chunk * TOKENS) * groups + group) * N;
   const int tokens = min(TOKENS, seq - chunk * TOKENS);
   if constexpr (Clustered) {
-    __syncthreads();  // what the sums overwrite was read
+    named_barrier(2, TOKEN_THREADS);  // what the sums overwrite was read
     put_sums<N>(source_gradient, reinterpret_cast<float*>(memory), upper, lower);
     put_sums<N>(target_gradient, reinterpret_cast<float*>(memory + SUM_BYTES<N>), upper, lower);
     cluster_barrier();
-    store_sums<T, N, 256>(base, head_blocks, head_block, threadIdx.x, dB + of_group, stride, tokens);
-    store_sums<T, N, 256>(base + SUM_BYTES<N>, head_blocks, head_block, threadIdx.x, dC + of_group, stride, tokens);
+    store_sums<T, N, TOKEN_THREADS>(base, head_blocks, head_block, threadIdx.x, dB + of_group, stride, tokens);
+    store_sums<T, N, TOKEN_THREADS>(base + SUM_BYTES<N>, head_blocks, head_block, threadIdx.x, dC + of_group, stride,
+                                    tokens);
     cluster_barrier();  // as long as they are read, the block must not end
   } else {
     T *to_source = dB + of_group + upper * stride, *to_target = dC + of_group + upper * stride;

@@ -107,4 +107,19 @@ __device__ __forceinline__ void store_sums(unsigned rows, int blocks, int rank, 
   }
 }
 
+// Sums from each of a chunk's tokens to its last, of which a lane holds four.
+__device__ __forceinline__ float4 sums_to_the_end(float4 v) {
+  const int lane = threadIdx.x % 32;
+  v.z += v.w, v.y += v.z, v.x += v.y;
+  float after = v.x;  // becomes the sum of this lane and all after it
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float other = __shfl_down_sync(~0u, after, offset);
+    if (lane + offset < 32) after += other;
+  }
+  after = __shfl_down_sync(~0u, after, 1);
+  if (lane == 31) after = 0;
+  return {v.x + after, v.y + after, v.z + after, v.w + after};
+}
+
 }  // namespace jax_ssd

@@ -278,21 +278,6 @@ __device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const Bloc
   }
 }
 
-// Sums from each of a chunk's tokens to its last, of which a lane holds four.
-__device__ __forceinline__ float4 sums_to_the_end(float4 v) {
-  const int lane = threadIdx.x % 32;
-  v.z += v.w, v.y += v.z, v.x += v.y;
-  float after = v.x;  // becomes the sum of this lane and all after it
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const float other = __shfl_down_sync(~0u, after, offset);
-    if (lane + offset < 32) after += other;
-  }
-  after = __shfl_down_sync(~0u, after, 1);
-  if (lane == 31) after = 0;
-  return {v.x + after, v.y + after, v.z + after, v.w + after};
-}
-
 // Writes what the pairs found for a chunk of a head, where dstep, ddecay and dskip point; one warp. `last`: this lane's
 // part of what else the chunk's total decay changes. Arrives at `finished` when the sums may be overwritten.
 template <typename At, bool HasD>
