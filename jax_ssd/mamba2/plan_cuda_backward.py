@@ -316,7 +316,7 @@ class _Backward:
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
         memory = (6 * tiles + 8) * TILE + PAIR_TILES // 2 * (1024 + 512)
-        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 + 8 * WIDTH + 2 * CHUNK) * 4 + 10 * 8 + 1024
+        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 + 8 * WIDTH) * 4 + 10 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),

@@ -36,15 +36,16 @@ struct ChunkMemory {
   static constexpr int Decay = Pairs + PAIR_TILES * 512;                  // [2][128] float32
   static constexpr int Step = Decay + 2 * TOKENS * 4;                     // [2][128]
   static constexpr int Skip = Step + 2 * TOKENS * 4;                      // [2][64]
-  static constexpr int ByTarget = Skip + 2 * WIDTH * 4;          // [strips][128]: sums over the strip's sources
+  // [strips][128]: sums over the strip's sources. Later strips have no earlier targets: their places there are for sums
+  // by source of E M and s E M across a middle, [2][2][64]: across the chunk's and across those of its halves.
+  static constexpr int ByTarget = Skip + 2 * WIDTH * 4;
+  static constexpr int ByFar = ByTarget + HALF_STRIPS * TOKENS * 4;
   static constexpr int ByStep = ByTarget + STRIPS * TOKENS * 4;  // [128]
   static constexpr int ByDecay = ByStep + TOKENS * 4;            // [128]
   static constexpr int ByLeaving = ByDecay + TOKENS * 4;         // [128]
   static constexpr int ByLast = ByLeaving + TOKENS * 4;          // [2][helpers]: of <S, T>
   static constexpr int BySkip = ByLast + 2 * HELPERS * 4;        // [strips][64]
-  // [2][2][64]: E M and s E M by source, across the chunk's middle and across those of its halves
-  static constexpr int ByFar = BySkip + STRIPS * WIDTH * 4;
-  static constexpr int Barriers = ByFar + 4 * HALF * 4;
+  static constexpr int Barriers = BySkip + STRIPS * WIDTH * 4;
   static constexpr int Bytes = Barriers + 10 * 8;
 };
 
@@ -234,7 +235,7 @@ __device__ __forceinline__ void store_far(float* by_far, int row, const float (&
     const float sum = quad_sum(far[h]);
     if (threadIdx.x % 4 == 0) {
       by_far[row + 8 * h] = sum;
-      by_far[HALF + row + 8 * h] = s_far[h] * sum;
+      by_far[TOKENS + row + 8 * h] = s_far[h] * sum;
     }
   }
 }
@@ -248,12 +249,12 @@ __device__ __forceinline__ void finish_head(const char* memory, int buffer, unsi
   auto four = [&](int from, int at) { return reinterpret_cast<const float4*>(memory + from)[at]; };
   float4 sum = four(Memory::ByDecay, lane), direct = four(Memory::ByStep, lane);
   auto add_sources = [&](int at) {
-    const float4 v = four(Memory::ByFar, at), w = four(Memory::ByFar, HALF / 4 + at);
+    const float4 v = four(Memory::ByFar, at), w = four(Memory::ByFar, TOKENS / 4 + at);
     direct.x += v.x, direct.y += v.y, direct.z += v.z, direct.w += v.w;
     sum.x -= w.x, sum.y -= w.y, sum.z -= w.z, sum.w -= w.w;
   };
-  if (lane < 16) add_sources(lane);                                     // four tokens of the first half
-  if (lane % 16 < 8) add_sources(HALF / 2 + lane / 16 * 8 + lane % 8);  // of the first half of a half
+  if (lane < 16) add_sources(lane);                                       // four tokens of the first half
+  if (lane % 16 < 8) add_sources(TOKENS / 2 + lane / 16 * 8 + lane % 8);  // of the first half of a half
   for (int i = 0; i <= lane / 4; ++i) {
     const float4 part = four(Memory::ByTarget, i * 32 + lane);
     sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
@@ -572,8 +573,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
           add_far<T>(far, joint, to_mid, s_far, g_mid, g + target * 16, pairs + at * 32, pair_gradient + at * 64,
                      reinterpret_cast<float*>(memory + Memory::ByTarget) + source * TOKENS + target * 16);
         }
-        store_far(reinterpret_cast<float*>(memory + Memory::ByFar) + 2 * HALF, first_half / 2 * 16 + first % HALF, far,
-                  s_far);
+        store_far(reinterpret_cast<float*>(memory + Memory::ByFar) + 2 * TOKENS, first_half / 2 * 16 + first % HALF,
+                  far, s_far);
       }
     }
     // The others have their target in the second half: one warpgroup adds M dy, the other does the rest.
