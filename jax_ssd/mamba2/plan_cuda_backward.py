@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jax_ssd.mamba2 import plan
 from jax_ssd.mamba2.plan import scan_operands
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import (
@@ -42,7 +43,7 @@ HEAD_TILE = 32
 THREADS = 256
 PAIR_MEMORY = 8 * TILE + PAIR_TILES * (512 + 256) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
 
-FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, as in the forward
+FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, if those take them
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
@@ -145,7 +146,7 @@ def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
                 raise ValueError(f"BackwardBlocks.{name} must be at most {most} here, got {getattr(config, name)}.")
         return _Backward(problem, config).plan()
     chosen = _Backward(problem, backward_blocks(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
         raise NotImplementedError(
             f"the CUDA C++ backward takes calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
             f"{chosen.thread_blocks}: smaller ones are divided finer by implementation='cutile'"

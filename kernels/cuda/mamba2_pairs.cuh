@@ -105,11 +105,16 @@ __device__ __forceinline__ void weigh_pairs(unsigned (&mixed)[4], float (&column
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int distance = ahead + q * 8 + c;
-      float exponent = (c ? g.y : g.x) - g_own;
-      if (Diagonal) exponent = distance >= 0 ? exponent : MASKED;
-      const float w = exp2_fast(exponent), weighted = joint[4 * q + 2 * h + c] * w;
-      m[c] = (c ? product.y : product.x) * w;
-      float both = (c ? product.y : product.x) * weighted;
+      float exponent = (c ? g.y : g.x) - g_own, e = joint[4 * q + 2 * h + c];
+      m[c] = c ? product.y : product.x;
+      if (Diagonal) {  // a NaN times a masked weight would be one
+        exponent = distance >= 0 ? exponent : MASKED;
+        e = distance >= 0 ? e : 0.0f;
+        m[c] = distance >= 0 ? m[c] : 0.0f;
+      }
+      const float w = exp2_fast(exponent), weighted = e * w;
+      float both = m[c] * weighted;
+      m[c] *= w;
       sum[q][c] += weighted * s_own;
       if (Diagonal) {
         same += distance == 0 ? both : 0.0f;

@@ -124,3 +124,15 @@ def test_a_nan_stays_in_its_row(name):
     got = backward(p, operands, segments=2)
     for gradient in got:
         np.testing.assert_array_equal(got[gradient][[0, 2]], clean[gradient][[0, 2]], err_msg=gradient)
+
+
+@pytest.mark.parametrize("state", [64, 128, 256])
+def test_a_nan_in_a_target_reaches_no_later_token(state):
+    p = model(**EVERY, batch=1, seq=300, state=state)
+    operands = operands_of(p)
+    clean = backward(p, operands)
+    operands["C"][0, 137] = np.nan
+    got = backward(p, operands)
+    for name in ("dx", "ddt"):
+        np.testing.assert_array_equal(got[name][:, 138:], clean[name][:, 138:], err_msg=name)
+        assert np.isnan(got[name][:, :138].astype(np.float32)).any()
