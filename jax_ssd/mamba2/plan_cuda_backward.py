@@ -34,14 +34,14 @@ CHUNK = 128
 WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
-PAIR_TILES = 72
+PAIR_TILES = 36
 CHUNK_THREADS = 384
 PAIR_THREADS = 320
 STATE_THREADS = 640
 MOST_COLUMNS = 128  # of a state, in one block
 HEAD_TILE = 32
 THREADS = 256
-PAIR_MEMORY = 8 * TILE + PAIR_TILES * (512 + 256) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
+PAIR_MEMORY = 8 * TILE + PAIR_TILES * (1024 + 512) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
 
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, if those take them
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
@@ -219,7 +219,7 @@ class _Backward:
             (True, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
             (True, Buffer("decay_gradient", (self.decay_parts, *per_unit, tokens), f32)),
-            (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 4), p.dtype)),
+            (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 8), p.dtype)),
             (True, Buffer("A_part", (*per_head, self.chunks), f32)),
             (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
             (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
@@ -316,8 +316,7 @@ class _Backward:
         arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = (6 * tiles + 8) * TILE + PAIR_TILES // 2 * (1024 + 512)
-        memory += (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 + 8 * WIDTH) * 4 + 10 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 10 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),

@@ -26,25 +26,25 @@ struct PairsAt : PairMemory<3 * 2 * ROWS> {
   static constexpr int Bytes = Barriers + (2 * Stages + 6) * 8;
 };
 
-constexpr int COPY_WARP = PAIR_WARPS, FINISH_WARP = PAIR_WARPS + 1;
+constexpr int COPY_WARP = TOKEN_WARPS, FINISH_WARP = TOKEN_WARPS + 1;
 
 }  // namespace
 
-// T as `walk` stored it; dx [batch, seq, units, 64]; pair_gradient [blocks, 72, 32] of four numbers of T, dG as lanes
+// T as `walk` stored it; dx [batch, seq, units, 64]; pair_gradient [blocks, 36, 32] of eight numbers of T, dG as lanes
 // hold it; dstep, ddecay [batch, units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks *
 // groups * chunks * rows, 320 threads.
 template <typename T, bool HasD, bool SharedParams>
-__global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
+__global__ void __launch_bounds__(TOKEN_THREADS + 64, 1)
     pair_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                    const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                    const __grid_constant__ TensorMap adjoints, const float* step, const float* decay, const float* skip,
-                   T* dx, uint2* pair_gradient, float* dstep, float* ddecay, float* dskip, int seq, int heads,
+                   T* dx, uint4* pair_gradient, float* dstep, float* ddecay, float* dskip, int seq, int heads,
                    int groups, int pieces, int chunks, int state, int head_blocks, int block_units, int first_row) {
   using At = PairsAt;
   static_assert(At::Bytes + 1024 <= 227 * 1024);  // 1024: what aligning the tiles may cost
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-  const Block memory{base, raw + (base - shared_address(raw))};
+  char* memory = raw + (base - shared_address(raw));
   // A stage or buffer is full when its copies have come, and free when every warp has read it. A head is done when the
   // pairs' sums are in memory, finished when they were read.
   const unsigned full = base + At::Barriers, free = full + At::Stages * 8;
@@ -65,13 +65,13 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < At::Stages; ++i) {
       barrier_init(full + i * 8, 1);
-      barrier_init(free + i * 8, PAIR_WARPS);
+      barrier_init(free + i * 8, TOKEN_WARPS);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(full_tokens + i * 8, 1);
-      barrier_init(free_tokens + i * 8, PAIR_WARPS + 1);
+      barrier_init(free_tokens + i * 8, TOKEN_WARPS + 1);
     }
-    barrier_init(done, PAIR_WARPS);
+    barrier_init(done, TOKEN_WARPS);
     barrier_init(finished, 1);
     fence_barrier_init();
   }
@@ -113,22 +113,19 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
       const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
       const size_t at = of_unit * sizes.padded() + chunk * TOKENS;
       barrier_wait(done, k % 2);
-      finish_head<At, HasD>(memory, k % 2, 0, finished, dstep + at, ddecay + at,
-                            dskip + (of_unit * chunks + chunk) * WIDTH);
+      finish_head<At, HasD>(memory, 0, finished, dstep + at, ddecay + at, dskip + (of_unit * chunks + chunk) * WIDTH);
       if (lane == 0) barrier_arrive(free_tokens + k % 2 * 8);
     }
     return;
   }
 
-  const Strips strips(warp);
-  const int tokens = min(TOKENS, seq - chunk * TOKENS);
-  auto* sums = reinterpret_cast<float4*>(memory.memory + At::PairGradient) + lane;
+  const int quad = lane % 4, upper = warp * 16 + lane / 4, lower = upper + 8;  // this lane's two tokens
+  const int own_rows = warp / 4 * TILE;                                        // of this warpgroup in B
+  auto* sums = reinterpret_cast<float4*>(memory + At::PairGradient) + lane;
   int stage = 0;
-  auto next_stage = [&](unsigned (&a)[4][4]) {  // its address, when it is full, and this warp's rows of B
-    const unsigned at = base + stage % At::Stages * At::Stage;
+  auto next_stage = [&] {  // its address, when it is full
     barrier_wait(full + stage % At::Stages * 8, stage / At::Stages % 2);
-    load_rows(a, at + strips.rows);
-    return at + ROWS;
+    return base + stage % At::Stages * At::Stage;
   };
   auto finish_stage = [&] {  // and its products
     wgmma_commit();
@@ -141,70 +138,83 @@ __global__ void __launch_bounds__(PAIR_THREADS + 64, 1)
     float products[TOKENS / 2];
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      unsigned a[4][4];
-      const unsigned long long c = row_descriptor(next_stage(a));
+      const unsigned at = next_stage();
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        Wgmma<T, TOKENS>::template registers<false>(products, a[d], advanced(c, d * 32), i + d > 0);
+        const unsigned long long a = row_descriptor(at + own_rows), b = row_descriptor(at + ROWS);
+        Wgmma<T, TOKENS>::template shared<false, false>(products, advanced(a, d * 32), advanced(b, d * 32), i + d > 0);
       }
       finish_stage();
       pin(products);
     }
-    auto* pairs = reinterpret_cast<uint2*>(memory.memory + At::Pairs) + lane;
+    auto* pairs = reinterpret_cast<uint4*>(memory + At::Pairs) + lane;
 #pragma unroll
-    for (int target = 0; target < TARGET_TILES; ++target) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (target < strips.strip[h] / 2) continue;
-        const int at = pair_tile(strips.strip[h], target) * 32, j = 8 * target + 2 * h;
-        pairs[at] = {Pair<T>::of(products[j], products[j + 1]), Pair<T>::of(products[j + 4], products[j + 5])};
-        sums[at] = {0, 0, 0, 0};
-      }
+    for (int target = 0; target < STRIPS; ++target) {
+      if (target < warp) continue;
+      const int at = pair_tile(warp, target);
+      const float* tile = products + 8 * target;
+      pairs[at * 32] = {Pair<T>::of(tile[0], tile[1]), Pair<T>::of(tile[2], tile[3]), Pair<T>::of(tile[4], tile[5]),
+                        Pair<T>::of(tile[6], tile[7])};
+      sums[at * 64] = sums[at * 64 + 32] = {0, 0, 0, 0};
     }
   }
+  named_barrier(1, TOKEN_THREADS);  // pairs across a middle are weighed by the warps of their targets
 
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
     const int buffer = k % 2;
     const unsigned x_tile = base + At::X + buffer * ROWS, dy_tile = base + At::DY + buffer * ROWS;
-    const float *g = memory.floats(At::Decay) + buffer * TOKENS, *s = memory.floats(At::Step) + buffer * TOKENS;
+    const float* g = reinterpret_cast<const float*>(memory + At::Decay) + buffer * TOKENS;
+    const float* s = reinterpret_cast<const float*>(memory + At::Step) + buffer * TOKENS;
     float u[WIDTH / 2];  // T B_j
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      unsigned a[4][4];
-      const unsigned long long adjoint = row_descriptor(next_stage(a));
+      const unsigned at = next_stage();
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        Wgmma<T, WIDTH>::template registers<false>(u, a[d], advanced(adjoint, d * 32), i + d > 0);
+        const unsigned long long a = row_descriptor(at + own_rows), b = row_descriptor(at + ROWS);
+        Wgmma<T, WIDTH>::template shared<false, false>(u, advanced(a, d * 32), advanced(b, d * 32), i + d > 0);
       }
       finish_stage();
       pin(u);
     }
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
+    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]};
+    const float leave[2] = {exp2_fast(g[TOKENS - 1] - g_own[0]), exp2_fast(g[TOKENS - 1] - g_own[1])};
+    unsigned x_own[4][4];
+    float leaving[2] = {0, 0}, later[2] = {0, 0}, same[2] = {0, 0};
+    weigh_leaving<T>(u, leaving, x_own, x_tile + warp * 2048 + place_in_rows(lane), leave);
     if (k > 0) barrier_wait(finished, (k - 1) % 2);
-    weigh_leaving<T, At>(u, memory, strips, x_tile, g);
-    add_pairs<T, At, false>(u, memory, strips, warp, x_tile, dy_tile, g, s);
-    finish_sources<T, At, HasD>(u, memory, strips, warp, x_tile, dy_tile, s, memory.floats(At::Skip) + buffer * WIDTH);
+    add_all_pairs<T, At>(u, later, same, x_own, g_own, s_own, g, s, memory, x_tile, dy_tile, warp);
+    finish_sources<T, At, HasD>(u, x_own, s_own, memory, buffer, dy_tile, warp);
+    T* to = dx + ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
+    store_rows<T, WIDTH>(u, to, to + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
+                         chunk * TOKENS + lower < seq);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float direct = leave[h] * quad_sum(leaving[h]), after = quad_sum(later[h]), own = quad_sum(same[h]);
+      if (quad == 0) {
+        const int token = h ? lower : upper;
+        reinterpret_cast<float*>(memory + At::ByStep)[token] = after + own + direct;
+        reinterpret_cast<float*>(memory + At::ByLeaving)[token] = s_own[h] * direct;
+        reinterpret_cast<float*>(memory + At::ByDecay)[token] = -s_own[h] * (after + direct);
+      }
+    }
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(done);
       barrier_arrive(free_tokens + buffer * 8);
     }
-    T* to = dx + ((size_t(row) * seq + chunk * TOKENS) * sizes.units() + first_unit + k) * WIDTH;
-    const size_t stride = size_t(sizes.units()) * WIDTH;
-    store_rows<T, WIDTH>(u, to + strips.own[0] * stride, to + strips.own[1] * stride, strips.own[0] < tokens,
-                         strips.own[1] < tokens);
   }
+  named_barrier(1, TOKEN_THREADS);
 
-  uint2* to = pair_gradient + size_t(blockIdx.x) * (PAIR_TILES * 32) + lane;
-  for (int h = 0; h < 2; ++h) {
-    for (int target = strips.strip[h] / 2; target < TARGET_TILES; ++target) {
-      const int at = pair_tile(strips.strip[h], target) * 32;
-      const float4 v = sums[at];
-      to[at] = {Pair<T>::of(v.x, v.y), Pair<T>::of(v.z, v.w)};
-    }
+  uint4* to = pair_gradient + size_t(blockIdx.x) * (PAIR_TILES * 32) + lane;
+  for (int target = warp; target < STRIPS; ++target) {
+    const int at = pair_tile(warp, target);
+    const float4 v = sums[at * 64], w = sums[at * 64 + 32];
+    to[at * 32] = {Pair<T>::of(v.x, v.y), Pair<T>::of(v.z, v.w), Pair<T>::of(w.x, w.y), Pair<T>::of(w.z, w.w)};
   }
 }
 
@@ -239,14 +249,15 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     state_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
-                    const float* step, const float* decay, const uint2* pair_gradient, T* dB, T* dC, float* ddecay,
+                    const float* step, const float* decay, const uint4* pair_gradient, T* dB, T* dC, float* ddecay,
                     int seq, int heads, int groups, int pieces, int chunks, int state, int batch, int head_blocks,
                     int block_units, int first_row) {
   using At = StatesAt<Columns>;
   static_assert(At::Bytes + 1024 <= 227 * 1024 && 2 * SUM_BYTES<Columns> <= At::Bytes);  // 1024: what aligning may cost
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-  const Block memory{base, raw + (base - shared_address(raw))};
+  char* memory = raw + (base - shared_address(raw));
+  auto floats = [&](int at) { return reinterpret_cast<float*>(memory + at); };
   // A head is full when its copies have come, and done when every warp has read it and what it found is in memory.
   const unsigned full_group = base + At::Barriers, full = full_group + 8, done = full_group + 24;
   const Sizes sizes{seq, heads, groups, pieces, chunks};
@@ -256,7 +267,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
   block /= head_blocks;
   const int column_block = block % (state / Columns), first_column = column_block * Columns;
   block /= state / Columns;
-  const uint2* sums = pair_gradient + (size_t(block) * head_blocks + head_block) * (PAIR_TILES * 32) + threadIdx.x % 32;
+  const uint4* sums = pair_gradient + (size_t(block) * head_blocks + head_block) * (PAIR_TILES * 32) + threadIdx.x % 32;
   const int group = block % groups;
   block /= groups;
   const int chunk = block % chunks, local_row = block / chunks, row = first_row + local_row;
@@ -310,8 +321,8 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     }
     for (int k = 0; k < count; ++k) {
       barrier_wait(done + k % 2 * 8, k / 2 % 2);
-      float4 entering = reinterpret_cast<const float4*>(memory.floats(At::ByEntering) + k % 2 * TOKENS)[lane];
-      const float last = warp_sum(lane < SIDE_WARPS ? memory.floats(At::ByLast)[k % 2 * SIDE_WARPS + lane] : 0.0f);
+      float4 entering = reinterpret_cast<const float4*>(floats(At::ByEntering) + k % 2 * TOKENS)[lane];
+      const float last = warp_sum(lane < SIDE_WARPS ? floats(At::ByLast)[k % 2 * SIDE_WARPS + lane] : 0.0f);
       __syncwarp();
       if (lane == 0 && k + 2 < count) load(k + 2);
       if (lane == 31) entering.w += last;
@@ -332,7 +343,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     if constexpr (Clustered) {
       const int from = side * SUM_BYTES<Columns>;
       named_barrier(1, STATE_WARPS * 32);  // what the sums overwrite was read
-      put_sums<Columns>(gradient, memory.floats(from), upper, lower);
+      put_sums<Columns>(gradient, floats(from), upper, lower);
       cluster_barrier();
       store_sums<T, Columns, SIDE_WARPS * 32>(base + from, head_blocks, head_block, threadIdx.x % (SIDE_WARPS * 32), to,
                                               stride, tokens);
@@ -350,17 +361,12 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
 #pragma unroll 1
     for (int k = 0; k < count; ++k) {  // dB += s e x T
       const int buffer = k % 2, head = At::Head + buffer * At::HeadBytes;
-      const float *g = memory.floats(At::Decay) + buffer * TOKENS, *s = memory.floats(At::Step) + buffer * TOKENS;
+      const float *g = floats(At::Decay) + buffer * TOKENS, *s = floats(At::Step) + buffer * TOKENS;
       barrier_wait(full + buffer * 8, k / 2 % 2);
       const float last = g[TOKENS - 1];
       const float weight[2] = {s[upper] * exp2_fast(last - g[upper]), s[lower] * exp2_fast(last - g[lower])};
       unsigned a[4][4];
-      load_rows(a, base + head + At::X + strip * TILE_ROWS + left);
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const float2 v = both_of<T>(a[j / 4][j % 4]);
-        a[j / 4][j % 4] = Pair<T>::of(v.x * weight[j % 2], v.y * weight[j % 2]);
-      }
+      load_scaled<T>(a, base + head + At::X + strip * 2048 + left, weight);
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
@@ -369,8 +375,8 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       }
       wgmma_commit();
       // <S, T>, which the chunk's total decay scales.
-      const auto* of_state = reinterpret_cast<const uint4*>(memory.memory + head + At::S);
-      const auto* of_adjoint = reinterpret_cast<const uint4*>(memory.memory + head + At::Adjoint);
+      const auto* of_state = reinterpret_cast<const uint4*>(memory + head + At::S);
+      const auto* of_adjoint = reinterpret_cast<const uint4*>(memory + head + At::Adjoint);
       float across = 0;
 #pragma unroll
       for (int i = 0; i < Columns / 32; ++i) {
@@ -378,7 +384,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
         across += dot<T>(v.x, w.x) + dot<T>(v.y, w.y) + (dot<T>(v.z, w.z) + dot<T>(v.w, w.w));
       }
       across = warp_sum(across) * exp2_fast(last);
-      if (lane == 0) memory.floats(At::ByLast)[buffer * SIDE_WARPS + strip] = across;
+      if (lane == 0) floats(At::ByLast)[buffer * SIDE_WARPS + strip] = across;
       wgmma_wait<0>();
       pin(gradient);
       __syncwarp();
@@ -386,10 +392,10 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     }
     barrier_wait(full_group, 0);
 #pragma unroll 1
-    for (int target = strip; target < TARGET_TILES; ++target) {  // dB += dG' C
-      const uint2 v = sums[pair_tile(2 * strip, target) * 32], w = sums[pair_tile(2 * strip + 1, target) * 32];
-      const unsigned a[4] = {v.x, w.x, v.y, w.y};
-      add_product<T, Columns>(gradient, a, base + At::C + target * TILE_ROWS + left);
+    for (int target = strip; target < STRIPS; ++target) {  // dB += dG' C
+      const uint4 v = sums[pair_tile(strip, target) * 32];
+      const unsigned a[4] = {v.x, v.y, v.z, v.w};
+      add_product<T, Columns>(gradient, a, base + At::C + target * 2048 + left);
     }
     store(gradient, dB, 0);
   } else {
@@ -401,7 +407,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
 #pragma unroll 1
     for (int k = 0; k < count; ++k) {  // dC += exp2(g) dy S, and what it says of the decays
       const int buffer = k % 2, head = At::Head + buffer * At::HeadBytes;
-      const float* g = memory.floats(At::Decay) + buffer * TOKENS;
+      const float* g = floats(At::Decay) + buffer * TOKENS;
       barrier_wait(full + buffer * 8, k / 2 % 2);
       const float enter[2] = {exp2_fast(g[upper]), exp2_fast(g[lower])};
       float entering[2] = {0, 0};
@@ -421,7 +427,7 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
 #pragma unroll
         for (int d = 0; d < 4; ++d) {
           unsigned c[4];
-          load_tiles(c, base + At::C + columns * ROWS + strip * TILE_ROWS + left ^ d * 32);
+          load_tiles(c, base + At::C + columns * ROWS + strip * 2048 + left ^ d * 32);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float2 v = both_of<T>(c[i]);
@@ -435,16 +441,16 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float sum = enter[h] * quad_sum(entering[h]);
-        if (lane % 4 == 0) memory.floats(At::ByEntering)[buffer * TOKENS + (h ? lower : upper)] = sum;
+        if (lane % 4 == 0) floats(At::ByEntering)[buffer * TOKENS + (h ? lower : upper)] = sum;
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(done + buffer * 8);
     }
 #pragma unroll 1
     for (int source = 0; source <= strip; ++source) {  // dC += dG B
-      const uint2 v = sums[pair_tile(2 * source, strip) * 32], w = sums[pair_tile(2 * source + 1, strip) * 32];
-      const unsigned a[4] = {transposed_tile(v.x), transposed_tile(v.y), transposed_tile(w.x), transposed_tile(w.y)};
-      add_product<T, Columns>(gradient, a, base + At::B + source * TILE_ROWS + left);
+      const uint4 v = sums[pair_tile(source, strip) * 32];
+      const unsigned a[4] = {transposed_tile(v.x), transposed_tile(v.z), transposed_tile(v.y), transposed_tile(v.w)};
+      add_product<T, Columns>(gradient, a, base + At::B + source * 2048 + left);
     }
     store(gradient, dC, 1);
   }
