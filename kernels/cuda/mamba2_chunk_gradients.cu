@@ -193,6 +193,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
     pair_gradient[at * 64 + lane] = pair_gradient[at * 64 + 32 + lane] = {0, 0, 0, 0};
   }
 
+  named_barrier(2, TOKEN_THREADS);  // pairs across a middle are weighed by the warps of their targets
+
   float source_gradient[N / 2], target_gradient[N / 2];  // dB and dC of this warp's tokens
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) source_gradient[i] = target_gradient[i] = 0;

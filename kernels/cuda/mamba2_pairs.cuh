@@ -274,10 +274,9 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   add_pairs<T, true>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
                      strip, strip);
   same[0] = same[0] - later[0], same[1] = same[1] - later[1];
-#pragma unroll 1
-  for (int target = strip + 1; target < (strip | 1) + 1; ++target) {
+  if (strip % 2 == 0) {
     add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
-                        strip, target);
+                        strip, strip + 1);
   }
   // Of a half, the pairs across its middle: the warps of the sources add M dy, those of the targets do the rest.
   {
