@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
 
     float later[2] = {0, 0}, same[2] = {0, 0};
     add_all_pairs<T, Memory>(u, later, same, x_own, g_own, s_own, g, s, memory, x_tile, dy_tile, warp);
-    finish_sources<T, Memory, HasD>(u, x_own, s_own, memory, buffer, dy_tile, warp);
+    finish_sources<T, Memory, HasD>(u, s_own, memory, buffer, x_tile, dy_tile, warp);
     {
       const size_t at = ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
       store_rows<T, WIDTH>(u, dx + at, dx + at + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
