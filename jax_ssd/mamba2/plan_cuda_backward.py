@@ -35,7 +35,6 @@ WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
 PAIR_TILES = 36
-CHUNK_THREADS = 384
 PAIR_THREADS = 320
 STATE_THREADS = 640
 MOST_COLUMNS = 128  # of a state, in one block
@@ -316,13 +315,12 @@ class _Backward:
         arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 10 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 5 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
-            threads=CHUNK_THREADS,
             cluster=self.head_blocks,
             shared_memory=memory,
             file=CHUNK_FILE,

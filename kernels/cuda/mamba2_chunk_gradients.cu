@@ -3,7 +3,6 @@
 //
 // One block per chunk and block of heads of one group, which goes through its heads in order and keeps dB and dC in
 // registers. A warp owns 16 tokens, as sources and as targets; scores stay in the registers of the warp that made them.
-// A third warpgroup starts the copies and finishes what the others found for a head.
 
 #include "async_copy.cuh"
 #include "decay.cuh"
@@ -17,38 +16,25 @@ using namespace jax_ssd;
 
 namespace {
 
-constexpr int HELPERS = 4, HELPER_THREADS = HELPERS * 32;
-// Of a thread: together what 168 each are, more would never come.
-constexpr int TOKEN_REGISTERS = 240, HELPER_REGISTERS = 24;
-
 // Shared memory of chunk_gradients.
 template <int N>
 struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
   static constexpr int Tiles = N / 64;
   static constexpr int B = 0, C = B + Tiles * ROWS;                       // [Tiles][128][64]
   static constexpr int S = C + Tiles * ROWS, Adjoint = S + Tiles * TILE;  // [Tiles][64 channels][64]
-  static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [2][helpers]: of <S, T>
-  static constexpr int Barriers = ByLast + 2 * HELPERS * 4;
-  static constexpr int Bytes = Barriers + 10 * 8;
+  static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [strips]
+  static constexpr int Barriers = ByLast + STRIPS * 4;
+  static constexpr int Bytes = Barriers + 5 * 8;
 };
-
-// u = a state times this warpgroup's rows of B or C, [Tiles][128][64] from `rows` on; in the current group of products.
-template <typename T, int N>
-__device__ __forceinline__ void multiply_by_state(float (&u)[WIDTH / 2], unsigned rows, unsigned state) {
-#pragma unroll
-  for (int d = 0; d < N / 16; ++d) {
-    const unsigned long long a = row_descriptor(rows + d / 4 * ROWS), b = row_descriptor(state + d / 4 * TILE);
-    Wgmma<T, WIDTH>::template shared<false, false>(u, advanced(a, d % 4 * 32), advanced(b, d % 4 * 32), d > 0);
-  }
-}
 
 }  // namespace
 
 // S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N]; dstep, ddecay [batch,
-// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 384
-// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
+// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 256
+// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one. The strips of warps w and w
+// + 4, which share a scheduler, have nine tiles of pairs together.
 template <typename T, int N, bool HasD, bool SharedParams, bool Clustered>
-__global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
+__global__ void __launch_bounds__(TOKEN_THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
@@ -61,11 +47,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   char* memory = raw + (base - shared_address(raw));
-  // A buffer is full when its copy has come, and free when every warp has read it; there are two of tokens. A head is
-  // done when its sums are in memory, finished when they were read.
   const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, full_adjoints = full_group + 16;
-  const unsigned full_tokens = full_group + 24, free_states = full_group + 40, free_tokens = full_group + 48;
-  const unsigned done = full_group + 64, finished = full_group + 72;
+  const unsigned full_tokens = full_group + 24;  // two
   const Sizes sizes{seq, heads, groups, pieces, chunks};
 
   int block = blockIdx.x;
@@ -78,7 +61,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
-  const int strip = warp;
+  const int strip = warp < 4 ? warp : 11 - warp;
   const int upper = strip * 16 + lane / 4, lower = upper + 8;  // this lane's two tokens
 
   auto load_tokens = [&](int k) {
@@ -97,76 +80,22 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < 5; ++i) barrier_init(full_group + i * 8, 1);
-    barrier_init(free_states, TOKEN_WARPS + HELPERS);
-    for (int i = 0; i < 2; ++i) barrier_init(free_tokens + i * 8, TOKEN_WARPS);
-    barrier_init(done, TOKEN_WARPS);
-    barrier_init(finished, 1);
     fence_barrier_init();
   }
   __syncthreads();
   follow_earlier_kernels();
-
-  if (warp >= TOKEN_WARPS) {
-    give_registers<HELPER_REGISTERS>();
-    const bool copies = threadIdx.x == TOKEN_THREADS;
-    if (copies) {
-      barrier_expect(full_group, 2 * Memory::Tiles * ROWS);
-      for (int i = 0; i < 2 * Memory::Tiles; ++i) {
-        const int to = i / 2 * ROWS + i % 2 * TILE, token = chunk * TOKENS + i % 2 * HALF;
-        copy_in(base + Memory::B + to, B, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
-        copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
-      }
-      load_tokens(0);
-      load_state_tiles(adjoints, base + Memory::Adjoint, 0, full_adjoints);
-      load_state_tiles(states, base + Memory::S, 0, full_states);
-      if (count > 1) load_tokens(1);
+  if (threadIdx.x == 0) {
+    barrier_expect(full_group, 2 * Memory::Tiles * ROWS);
+    for (int i = 0; i < 2 * Memory::Tiles; ++i) {
+      const int to = i / 2 * ROWS + i % 2 * TILE, token = chunk * TOKENS + i % 2 * HALF;
+      copy_in(base + Memory::B + to, B, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+      copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
     }
-    __syncwarp();
-    const int helper = warp - TOKEN_WARPS;
-#pragma unroll 1
-    for (int k = 0; k < count; ++k) {
-      // <S, T>, which the chunk's total decay scales.
-      barrier_wait(full_tokens + k % 2 * 8, k / 2 % 2);
-      const float g_last = reinterpret_cast<const float*>(memory + Memory::Decay)[k % 2 * TOKENS + TOKENS - 1];
-      barrier_wait(full_adjoints, k % 2);
-      barrier_wait(full_states, k % 2);
-      float across = 0;
-#pragma unroll 2
-      for (int i = threadIdx.x - TOKEN_THREADS; i < 8 * N; i += HELPER_THREADS) {
-        const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[i];
-        const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[i];
-        across += dot<T>(a.x, b.x) + dot<T>(a.y, b.y) + (dot<T>(a.z, b.z) + dot<T>(a.w, b.w));
-      }
-      across = warp_sum(across) * exp2_fast(g_last);
-      if (lane == 0) {
-        reinterpret_cast<float*>(memory + Memory::ByLast)[k % 2 * HELPERS + helper] = across;
-        barrier_arrive(free_states);
-      }
-      named_barrier(1, HELPER_THREADS);
-      if (copies && k + 1 < count) {
-        if (k > 0) {
-          barrier_wait(free_tokens + (k - 1) % 2 * 8, (k - 1) / 2 % 2);
-          load_tokens(k + 1);
-        }
-        barrier_wait(free_states, k % 2);
-        load_state_tiles(adjoints, base + Memory::Adjoint, k + 1, full_adjoints);
-        load_state_tiles(states, base + Memory::S, k + 1, full_states);
-      }
-      __syncwarp();
-      if (helper == 1 + k % (HELPERS - 1)) {
-        barrier_wait(done, k % 2);
-        const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
-        const size_t at = of_unit * sizes.padded() + chunk * TOKENS;
-        const auto* by_last = reinterpret_cast<const float*>(memory + Memory::ByLast) + k % 2 * HELPERS;
-        const float last = lane < HELPERS ? by_last[lane] : 0.0f;
-        finish_head<Memory, HasD>(memory, last, finished, dstep + at, ddecay + at,
-                                  dskip + (of_unit * chunks + chunk) * WIDTH);
-      }
-    }
-    if constexpr (Clustered) cluster_barrier(), cluster_barrier();
-    return;
+    load_tokens(0);
+    load_state_tiles(adjoints, base + Memory::Adjoint, 0, full_adjoints);
+    load_state_tiles(states, base + Memory::S, 0, full_states);
+    if (count > 1) load_tokens(1);
   }
-  take_registers<TOKEN_REGISTERS>();
 
   // Offsets of the fragments of 16 rows and 16 columns (the next 16: ^ 32, the next 16 rows: + 2048), of the left
   // factor or, transposed, of one whose rows are summed over; and of a right factor whose columns are summed over.
@@ -193,8 +122,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
     pair_gradient[at * 64 + lane] = pair_gradient[at * 64 + 32 + lane] = {0, 0, 0, 0};
   }
 
-  named_barrier(2, TOKEN_THREADS);  // pairs across a middle are weighed by the warps of their targets
-
   float source_gradient[N / 2], target_gradient[N / 2];  // dB and dC of this warp's tokens
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) source_gradient[i] = target_gradient[i] = 0;
@@ -208,104 +135,186 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
     const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
     const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_last = g[TOKENS - 1];
-    const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
-    const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
-
-    // From the chunk's end: dB += s e x T and u = T B_j.
-    float u[WIDTH / 2], leaving[2] = {0, 0}, entering[2] = {0, 0};
-    const int own_rows = warp / 4 * TILE;  // of this warpgroup in B and C
     unsigned x_own[4][4];
+#pragma unroll
+    for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
+
+    // From the chunk's end: u = T B_j, and dB += s e x T.
+    const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
+    float u[WIDTH / 2], leaving[2] = {0, 0};
+    barrier_wait(full_adjoints, k % 2);
     {
-      const float weight[2] = {s_own[0] * leave[0], s_own[1] * leave[1]};
-      load_scaled<T>(x_own, x_tile + strip * 2048 + left, weight);
-      barrier_wait(full_adjoints, k % 2);
-      wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        const unsigned long long b = column_descriptor(base + Memory::Adjoint, TILE);
-        Wgmma<T, N>::template registers<true>(source_gradient, x_own[d], advanced(b, d * 2048), true);
-      }
-      multiply_by_state<T, N>(u, base + Memory::B + own_rows, base + Memory::Adjoint);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(source_gradient);
-      pin(u);
-    }
-    // From its start: dC += exp2(g) dy S and v = S C_i; meanwhile u becomes e_j T B_j.
-    {
-      unsigned dy_own[4][4];
-      load_scaled<T>(dy_own, dy_tile + strip * 2048 + left, enter);
-      float v[WIDTH / 2];
-      barrier_wait(full_states, k % 2);
-      wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        const unsigned long long b = column_descriptor(base + Memory::S, TILE);
-        Wgmma<T, N>::template registers<true>(target_gradient, dy_own[d], advanced(b, d * 2048), true);
-      }
-      multiply_by_state<T, N>(v, base + Memory::C + own_rows, base + Memory::S);
-      wgmma_commit();
-      weigh_leaving<T>(u, leaving, x_own, x_tile + strip * 2048 + left, leave);
-      wgmma_wait<0>();
-      pin(target_gradient);
-      pin(v);
-      if (lane == 0) barrier_arrive(free_states);
+      unsigned scaled[4][4];
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // of exp2(g) dy
-          const float2 w = both_of<T>(dy_own[d][i]);
-          const int j = 4 * (2 * d + i / 2) + 2 * (i % 2);
-          entering[i % 2] += v[j] * w.x + v[j + 1] * w.y;
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = both_of<T>(x_own[d][i]);
+          const float weight = s_own[i % 2] * leave[i % 2];
+          scaled[d][i] = Pair<T>::of(v.x * weight, v.y * weight);
         }
       }
+      const unsigned adjoint = base + Memory::Adjoint;
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const unsigned long long b = advanced(column_descriptor(adjoint, TILE), d * 2048);
+        Wgmma<T, N>::template registers<true>(source_gradient, scaled[d], b, true);
+      }
+      wgmma_commit();
+#pragma unroll
+      for (int columns = 0; columns < Memory::Tiles; ++columns) {
+        unsigned a[4][4];
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          load_tiles(a[d], base + Memory::B + columns * ROWS + strip * 2048 + (left ^ d * 32));
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          const unsigned long long b = advanced(row_descriptor(adjoint + columns * TILE), d * 32);
+          Wgmma<T, WIDTH>::template registers<false>(u, a[d], b, columns + d > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+      }
+      pin(u);
+      pin(source_gradient);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      leaving[h] = leave[h] * quad_sum(leaving[h]);
-      entering[h] = quad_sum(entering[h]);
+    for (int d = 0; d < 4; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = both_of<T>(x_own[d][i]);
+        float* part = u + 4 * (2 * d + i / 2) + 2 * (i % 2);
+        leaving[i % 2] += part[0] * v.x + part[1] * v.y;
+        part[0] *= leave[i % 2];
+        part[1] *= leave[i % 2];
+      }
     }
-    if (k > 0) barrier_wait(finished, (k - 1) % 2);
+    leaving[0] = leave[0] * quad_sum(leaving[0]);
+    leaving[1] = leave[1] * quad_sum(leaving[1]);
+
+    barrier_wait(full_states, k % 2);
+    float across = 0;  // this thread's part of <S, T>
+#pragma unroll
+    for (int i = 0; i < N / 32; ++i) {
+      const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[threadIdx.x + i * 256];
+      const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[threadIdx.x + i * 256];
+      const unsigned of_state[4] = {a.x, a.y, a.z, a.w}, of_adjoint[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 v = both_of<T>(of_state[j]), w = both_of<T>(of_adjoint[j]);
+        across += v.x * w.x + v.y * w.y;
+      }
+    }
+    across *= exp2_fast(g_last);
+    __syncthreads();
+    if (threadIdx.x == 0 && k + 1 < count) {
+      load_state_tiles(adjoints, base + Memory::Adjoint, k + 1, full_adjoints);
+    }
+
     float* by_step = reinterpret_cast<float*>(memory + Memory::ByStep);
-    float* by_decay = reinterpret_cast<float*>(memory + Memory::ByDecay);
-    float* by_leaving = reinterpret_cast<float*>(memory + Memory::ByLeaving);
     if (quad == 0) {
       by_step[upper] = leaving[0];
       by_step[lower] = leaving[1];
-      by_decay[upper] = entering[0];
-      by_decay[lower] = entering[1];
-      by_leaving[upper] = s_own[0] * leaving[0];
-      by_leaving[lower] = s_own[1] * leaving[1];
+      across += s_own[0] * leaving[0] + s_own[1] * leaving[1];
+    }
+    across = warp_sum(across);
+    if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[strip] = across;
+
+    // Pairs: this warp's sources with every target from them on.
+    float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
+    float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
+    add_pairs<T, true>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
+                       strip, strip);
+    same[0] = same[0] - later[0], same[1] = same[1] - later[1];
+#pragma unroll 1
+    for (int target = strip + 1; target < STRIPS; ++target) {
+      add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
+                          strip, target);
     }
 
-    float later[2] = {0, 0}, same[2] = {0, 0};
-    add_all_pairs<T, Memory>(u, later, same, x_own, g_own, s_own, g, s, memory, x_tile, dy_tile, warp);
-    finish_sources<T, Memory, HasD>(u, s_own, memory, buffer, x_tile, dy_tile, warp);
+    unsigned dy_own[4][4];
+    finish_sources<T, Memory, HasD>(u, dy_own, s_own, memory, buffer, x_tile, dy_tile, strip);
     {
       const size_t at = ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
       store_rows<T, WIDTH>(u, dx + at, dx + at + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
                            chunk * TOKENS + lower < seq);
     }
 
+    // From the chunk's start: dC += exp2(g) dy S, and what it says of the decays.
+    const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
+    float entering[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < Memory::Tiles; ++half) {
+      float product[32];
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const unsigned long long b = advanced(column_descriptor(base + Memory::S + half * TILE, TILE), d * 2048);
+        Wgmma<T, 64>::template registers<true>(product, dy_own[d], b, d > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(product);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        unsigned c[4];
+        load_tiles(c, base + Memory::C + half * ROWS + strip * 2048 + (left ^ d * 32));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = both_of<T>(c[i]);
+          const int j = 4 * (2 * d + i / 2) + 2 * (i % 2);
+          entering[i % 2] += v.x * product[j] + v.y * product[j + 1];
+          target_gradient[32 * half + j] += enter[i % 2] * product[j];
+          target_gradient[32 * half + j + 1] += enter[i % 2] * product[j + 1];
+        }
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      entering[h] = enter[h] * quad_sum(entering[h]);
       const float after = quad_sum(later[h]), all = after + quad_sum(same[h]);
       if (quad == 0) {
         const int token = h ? lower : upper;
         const float leaving = by_step[token];
         by_step[token] = all + leaving;
-        by_decay[token] -= s_own[h] * (after + leaving);
+        reinterpret_cast<float*>(memory + Memory::ByDecay)[token] = entering[h] - s_own[h] * (after + leaving);
       }
     }
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(done);
-      barrier_arrive(free_tokens + buffer * 8);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (k + 1 < count) load_state_tiles(states, base + Memory::S, k + 1, full_states);
+      if (k + 2 < count) load_tokens(k + 2);
+    }
+
+    // One warp finishes the head while the others go on: nothing it reads is written before the next barrier.
+    if (warp == k % 8) {
+      const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
+      const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
+      const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
+      float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
+      for (int i = 0; i <= lane / 4; ++i) {
+        const float4 part = targets[i * 32 + lane];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      const float last = warp_sum(lane < STRIPS ? reinterpret_cast<const float*>(memory + Memory::ByLast)[lane] : 0.0f);
+      if (lane == 31) sum.w += last;
+      *reinterpret_cast<float4*>(ddecay + at) = sums_to_the_end(sum);
+      *reinterpret_cast<float4*>(dstep + at) = reinterpret_cast<const float4*>(memory + Memory::ByStep)[lane];
+      if constexpr (HasD) {
+        float2 total{0, 0};
+        for (int i = 0; i < STRIPS; ++i) {
+          const float2 part = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
+          total.x += part.x, total.y += part.y;
+        }
+        *reinterpret_cast<float2*>(dskip + (of_unit * chunks + chunk) * WIDTH + lane * 2) = total;
+      }
     }
   }
-  named_barrier(2, TOKEN_THREADS);
 
-  // dB += dG' C and dC += dG B, with dG summed over the heads.
+  // dB += dG' C and dC += dG B, with dG summed over the heads; all tiles of it were written before the last barrier.
   auto add = [&](float (&d)[N / 2], const unsigned (&a)[4], unsigned tile, int strip) {
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
@@ -338,7 +347,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS + HELPER_THREADS, 1)
   const size_t stride = size_t(groups) * N, of_group = ((size_t(row) * seq + chunk * TOKENS) * groups + group) * N;
   const int tokens = min(TOKENS, seq - chunk * TOKENS);
   if constexpr (Clustered) {
-    named_barrier(2, TOKEN_THREADS);  // what the sums overwrite was read
+    __syncthreads();  // what the sums overwrite was read
     put_sums<N>(source_gradient, reinterpret_cast<float*>(memory), upper, lower);
     put_sums<N>(target_gradient, reinterpret_cast<float*>(memory + SUM_BYTES<N>), upper, lower);
     cluster_barrier();

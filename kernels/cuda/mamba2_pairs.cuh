@@ -354,13 +354,12 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   }
 }
 
-// dx of this warp's tokens, in u, and its part of dD.
+// dx of this warp's tokens, in u, and its part of dD; loads their dy.
 template <typename T, typename Memory, bool HasD>
-__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const float (&s_own)[2], char* memory, int buffer,
-                                               unsigned x_tile, unsigned dy_tile, int strip) {
+__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], unsigned (&dy_own)[4][4], const float (&s_own)[2],
+                                               char* memory, int buffer, unsigned x_tile, unsigned dy_tile, int strip) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const unsigned left = place_in_rows(lane);
-  unsigned dy_own[4][4];
 #pragma unroll
   for (int d = 0; d < 4; ++d) load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
 #pragma unroll
