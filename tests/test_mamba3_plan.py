@@ -59,13 +59,13 @@ def test_sizes_of_the_plan():
         "jax_ssd::mamba3_forward",
     ]
     ends, forward = made.launches
-    assert (ends.grid[0], forward.grid[0]) == (4 * 32, 4 * 32 * 2)
+    assert (ends.grid[0], forward.grid[0]) == (4 * 32 * 2, 4 * 32 * 3)
     assert forward.kernel.archs == ("sm_90",), "wgmma"
     shapes = {buffer.name: buffer.shape for buffer in (*made.results, *made.scratch)}
     assert shapes["y"] == (4, 2048, 32, 64)
     assert shapes["final_ssm"] == (4, 1, 32, 64, 128)
-    assert shapes["ends"] == (4, 32, 1, 64, 128)
-    assert shapes["phases"] == (4, 32, 1, 32)
+    assert shapes["ends"] == (4, 32, 2, 64, 128)
+    assert shapes["phases"] == (4, 32, 2, 32)
 
 
 def test_a_full_grid_is_one_launch():

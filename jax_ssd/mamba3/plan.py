@@ -23,6 +23,7 @@ LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's s
 WARPGROUP_STATES = (64, 128)
 WARPGROUP_ROWS = 64
 MULTIPROCESSORS = 132  # of an H100 or H200
+BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
 MOST_SEGMENTS = 64  # a block sums up all the segments before its own
 
@@ -103,9 +104,9 @@ def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
         and p.state in WARPGROUP_STATES
         and p.head_dim > 32
     )
-    teams = 2 if p.head_dim > 32 else 1
-    light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 128 registers are enough
-    blocks = 4 // teams if light else 1
+    light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
+    teams = 1 if light or p.head_dim <= 32 else 2
+    blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
     programs, chunks = p.batch * p.heads, math.ceil(p.seq / tokens)
     segments = max(1, min(MULTIPROCESSORS * blocks // programs, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
     return Tiles(rows, tokens, segments, blocks, teams, warpgroup)

@@ -804,14 +804,18 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     }
     // The gates of two columns at a time, which neighbouring threads load and write side by side.
     constexpr int kTogether = kThreads / (S::kHeadDim / 2), kTurns = (T::kTokens + kTogether - 1) / kTogether;
+    constexpr int kAhead = kTurns < 4 ? kTurns : 4;  // gates on their way
     const int here = thread_here(), own = here / (S::kHeadDim / 2), column = here % (S::kHeadDim / 2) * 2;
     const auto place_of = [&](int c) { return ((token + c) * S::kHeads + at.head) * S::kHeadDim + column; };
-    Pair gates[kTurns];
+    Pair gates[kAhead];
+    const auto load_gates = [&](int turn) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int c = own + turn * kTogether;
-      if (O::kGate && own < kTogether && c < count) gates[turn] = *reinterpret_cast<const Pair*>(z + place_of(c));
-    }
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (O::kGate && own < kTogether && c < count) gates[i] = *reinterpret_cast<const Pair*>(z + place_of(c));
+      }
+    };
+    if constexpr (kTurns == kAhead) load_gates(0);  // where there are registers left for them
     wait_for_copies();
     __syncthreads();  // the matrices have been read
     if (next_count > 0) {
@@ -842,32 +846,33 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         opening[rank][e] = O::kGate && O::kWeighted ? weights_z[rank * S::kHeadDim + column + e] : 1.0f;
       }
     }
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn += kAhead) {
+      if (kTurns != kAhead) load_gates(turn);
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int c = own + turn * kTogether;
-      if (own >= kTogether || c >= count) continue;
-      float total[2] = {0.0f, 0.0f};
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (own >= kTogether || c >= count) continue;
+        float total[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int rank = 0; rank < S::kRank; ++rank) {
-        const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
-        float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
-        if constexpr (O::kGate) {
-          const float2 gate = floats_of(gates[turn]);
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float g = (e == 0 ? gate.x : gate.y) * opening[rank][e];
-            x[e] *= silu<S::kExact>(g);
+        for (int rank = 0; rank < S::kRank; ++rank) {
+          const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
+          float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
+          if constexpr (O::kGate) {
+            const float2 gate = floats_of(gates[i]);
+            x[0] *= silu<S::kExact>(gate.x * opening[rank][0]);
+            x[1] *= silu<S::kExact>(gate.y * opening[rank][1]);
           }
+          if constexpr (O::kWeighted && !O::kFolds) {
+            const long long to = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
+            *reinterpret_cast<Pair*>(y + to) = pair_of(x[0], x[1], Pair{});
+          }
+          total[0] += x[0];
+          total[1] += x[1];
         }
-        if constexpr (O::kWeighted && !O::kFolds) {
-          const long long to = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
-          *reinterpret_cast<Pair*>(y + to) = pair_of(x[0], x[1], Pair{});
+        if constexpr (!O::kWeighted || O::kFolds) {
+          *reinterpret_cast<Pair*>(y + place_of(c)) = pair_of(total[0], total[1], Pair{});
         }
-        total[0] += x[0];
-        total[1] += x[1];
-      }
-      if constexpr (!O::kWeighted || O::kFolds) {
-        *reinterpret_cast<Pair*>(y + place_of(c)) = pair_of(total[0], total[1], Pair{});
       }
     }
 

@@ -11,7 +11,9 @@ __device__ __forceinline__ unsigned phase_of_turns(float turns) {
   return static_cast<unsigned>(__float2int_rn(part * 4294967296.0f));
 }
 
-__device__ __forceinline__ unsigned phase_of_radians(float angle) { return phase_of_turns(angle * 0.15915494309189535f); }
+__device__ __forceinline__ unsigned phase_of_radians(float angle) {
+  return phase_of_turns(angle * 0.15915494309189535f);
+}
 
 // pi tanh(angle) dt in turns. Not by the hardware's tanh: its error of 2**-11 is systematic and would grow with the
 // length.

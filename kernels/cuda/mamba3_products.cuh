@@ -13,9 +13,11 @@ namespace jax_ssd {
 
 // threadIdx.x, read anew: what is computed from it in a loop does not stay in registers from one turn to the next.
 __device__ __forceinline__ int thread_here() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+#ifdef __CUDACC_RTC__
   __builtin_assume(thread >= 0 && thread < 1024);
+#endif
   return thread;
 }
 
