@@ -18,10 +18,11 @@ from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_forward.cu"
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
-LARGEST_HEAD_DIM = 128  # two teams of four warps, 64 columns each
-LARGEST_STATE = 256  # what a thread's registers hold of 64 columns' state
+LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
+LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
 WARPGROUP_STATES = (64, 128)
 WARPGROUP_ROWS = 64
+BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
 MOST_SEGMENTS = 64  # a block sums up all the segments before its own
 
@@ -31,13 +32,15 @@ class Tiles:
     """The choices behind a forward plan that change its speed.
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
-    row is cut. blocks: per multiprocessor, which bounds the registers. warpgroup: products by sm_90's wgmma.
+    row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. warpgroup:
+    products by sm_90's wgmma.
     """
 
     rows: int
     tokens: int
     segments: int
     blocks: int
+    teams: int
     warpgroup: bool
 
     def __post_init__(self):
@@ -67,11 +70,6 @@ def check_supported(problem: Problem) -> None:
     if p.dtype not in VALUE:
         raise NotImplementedError(
             f"the CUDA kernels of Mamba-3 take {' and '.join(VALUE)}, got {p.dtype}; use implementation='xla'"
-        )
-    if 16 % p.rank:
-        raise NotImplementedError(
-            f"the CUDA kernels of Mamba-3 take a rank of 1, 2, 4 or 8 (no token's ranks in two tiles), got {p.rank}; "
-            "use implementation='xla'"
         )
     if p.pairs < 1:
         raise NotImplementedError(
@@ -109,11 +107,12 @@ def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
         and p.state in WARPGROUP_STATES
         and p.head_dim > 32
     )
-    light = p.dtype == "bfloat16" and _held_state(p) <= 64
-    blocks = 1 if teams(p) > 1 else 3 if light and p.rank > 1 else 2
+    light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
+    teams = 1 if light or p.head_dim <= 32 else 2
+    blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
     programs, chunks = p.batch * p.heads, math.ceil(p.seq / tokens)
     segments = max(1, min(MULTIPROCESSORS * blocks // programs, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    return Tiles(rows, tokens, segments, blocks, warpgroup)
+    return Tiles(rows, tokens, segments, blocks, teams, warpgroup)
 
 
 def _tokens(problem: Problem, rows: int) -> int:
@@ -121,19 +120,9 @@ def _tokens(problem: Problem, rows: int) -> int:
     return min(problem.chunk_size or most, most)
 
 
-def teams(problem: Problem) -> int:
-    """Groups of four warps in a block, each with up to 64 columns of the head."""
-    return math.ceil(problem.head_dim / 64)
-
-
-def _width(problem: Problem) -> int:
-    """Columns of the head that a team has."""
-    return 64 if problem.head_dim > 32 else 32 if problem.head_dim > 16 else 16
-
-
-def _held_state(problem: Problem) -> int:
-    """Accumulators of the state in a thread."""
-    return math.ceil(_up(problem.state, 16) / 16 / (64 // _width(problem))) * 8
+def _columns(problem: Problem) -> int:
+    """Columns of the head as the kernels pad them."""
+    return next(columns for columns in (16, 32, 64, 128) if columns >= problem.head_dim)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -148,28 +137,27 @@ def _matrix(problem: Problem, rows: int, columns: int) -> int:
 
 
 def _common(problem: Problem, tokens: int, parameters: int) -> int:
-    """Bytes of the rotations, the schedule, parameters, phases and marks."""
+    """Bytes of the rotations, the schedule as it is used and as it is given, parameters, phases and marks."""
     p = problem
-    words = (2 * tokens * _up(p.pairs, 4), 6 * tokens, parameters * p.head_dim, p.pairs, tokens)
+    words = (2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2, parameters * p.head_dim, p.pairs, tokens)
     return sum(_up(4 * count, 16) for count in words)
 
 
 def ends_memory(problem: Problem, rows: int, tokens: int) -> int:
     """Bytes of shared memory of `mamba3_segment_ends`: `EndsMemory` there."""
     p = problem
-    keys, values = _matrix(p, rows, _up(p.state, 16)), _matrix(p, rows, teams(p) * _width(p))
+    keys, values = _matrix(p, rows, _up(p.state, 16)), _matrix(p, rows, _columns(p))
     return keys + values + _common(p, tokens, p.rank)
 
 
 def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
     """Bytes of shared memory of `mamba3_forward`: `ForwardMemory` there."""
     p = problem
-    columns, state = teams(p) * _width(p), _up(p.state, 16)
-    out, keys = rows * columns * 4, _matrix(p, rows, state)
-    apart = p.state % 16 != 0
-    queries = keys if apart else _up(max(keys, out), 1024)
-    rest = _common(p, tokens, 3 * p.rank + 1) + _up(teams(p) * rows * 4, 16) + (out if apart else 0)
-    return queries + keys + _matrix(p, rows, columns) + _matrix(p, columns, state) + rest
+    columns, state = _columns(p), _up(p.state, 16)
+    states = max(_matrix(p, columns, state), _up(rows * columns * 4, 1024))
+    pairs = tokens * (rows // p.rank) if p.rank > 1 else 0
+    rest = _common(p, tokens, 3 * p.rank + 1) + 2 * rows * 4 + _up(4 * pairs, 16)
+    return 2 * _matrix(p, rows, state) + _matrix(p, rows, columns) + states + rest
 
 
 class _Forward:
@@ -243,7 +231,7 @@ class _Forward:
         name = (
             f"jax_ssd::{function}<jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, sizes)))}, "
             f"{_bool(p.rotary == 'half')}>, "
-            f"jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, {_bool(warpgroup)}>, "
+            f"jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, {c.teams}, {_bool(warpgroup)}>, "
             f"jax_ssd::Options<{', '.join(map(_bool, options))}>>"
         )
         numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
@@ -253,7 +241,7 @@ class _Forward:
             *more,
         )
         kernel = CudaKernel(FILE, name, arch_specific=warpgroup, archs=("sm_90",) if warpgroup else ())
-        return Launch(kernel, (programs, 1, 1), arguments, block=(128 * teams(p), 1, 1), shared_memory=memory)
+        return Launch(kernel, (programs, 1, 1), arguments, block=(128 * c.teams, 1, 1), shared_memory=memory)
 
 
 def _bool(value: bool) -> str:

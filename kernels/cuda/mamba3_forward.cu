@@ -24,32 +24,45 @@ struct Options {
 };
 
 // Rows: of a chunk's matrices. Tokens: of a chunk, at most. Blocks: per multiprocessor, to bound the registers. Passes:
-// of float32 products. Warpgroup: products by wgmma, for Rows of 64 in bfloat16.
-template <int Rows, int Tokens, int Blocks, int Passes, bool Warpgroup>
+// of float32 products. Teams: of four warps in a block. Warpgroup: products by wgmma, for Rows of 64 in bfloat16.
+template <int Rows, int Tokens, int Blocks, int Passes, int Teams, bool Warpgroup>
 struct Tiling {
-  static constexpr int kRows = Rows, kTokens = Tokens, kBlocks = Blocks, kPasses = Passes;
+  static constexpr int kRows = Rows, kTokens = Tokens, kBlocks = Blocks, kPasses = Passes, kTeams = Teams;
   static constexpr bool kWarpgroup = Warpgroup;
 };
 
+// Two neighbouring values, as they lie in memory.
+__device__ unsigned pair_type(__nv_bfloat16);
+__device__ float2 pair_type(float);
+__device__ __forceinline__ float2 floats_of(unsigned pair) {
+  return make_float2(low_of_pair(pair), high_of_pair(pair));
+}
+__device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
+__device__ __forceinline__ unsigned pair_of(float a, float b, unsigned) { return bfloat16_pair(a, b); }
+__device__ __forceinline__ float2 pair_of(float a, float b, float2) { return make_float2(a, b); }
+
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// How a block divides its work. A team of four warps owns kWidth columns of the head; plan.py has the same figures.
+// How a block divides its work; plan.py has the same figures. Every team makes all scores, and of the output the
+// columns that it owns.
 template <class S, class T>
 struct Shape {
-  static constexpr int kTeams = (S::kHeadDim + 63) / 64, kThreads = kTeams * 128;
-  static constexpr int kWidth = S::kHeadDim > 32 ? 64 : S::kHeadDim > 16 ? 32 : 16;
-  static constexpr int kColumns = kTeams * kWidth;
+  static constexpr int kTeams = T::kTeams, kThreads = kTeams * 128;
+  static constexpr int kColumns = S::kHeadDim > 64 ? 128 : S::kHeadDim > 32 ? 64 : S::kHeadDim > 16 ? 32 : 16;
+  static constexpr int kWidth = kColumns / kTeams;
   static constexpr int kState = padded(S::kState, 16);
   // A warp holds 16 rows of the state, and all of its columns or, if there are fewer row tiles than warps, a part.
-  static constexpr int kTiles = kWidth / 16, kParts = 4 / kTiles;
-  static constexpr int kHeld = padded((kState / 16 + kParts - 1) / kParts * 16, 16);  // columns of the state
+  static constexpr int kTiles = kColumns / 16, kParts = 4 * kTeams / kTiles;
+  static constexpr int kHeld = (kState / 16 + kParts - 1) / kParts * 16;
   static constexpr int kSizeState = kHeld / 2, kSizeScores = T::kRows / 2, kSizeOut = kWidth / 2;  // accumulators
+  static_assert(kWidth % 16 == 0 && kParts > 0, "so many teams have not the right work");
 
   using Rows = Matrix<typename S::Value, T::kRows, kState>;      // queries, keys
   using Values = Matrix<typename S::Value, T::kRows, kColumns>;  // values
   using States = Matrix<typename S::Value, kColumns, kState>;    // the state, as an operand
   using Table = Rotations<S, T::kTokens>;
   using Weights = Schedule<T::kTokens>;
+  using Given = GivenSchedule<T::kTokens>;
 };
 
 // The arrays of a call; which of them exist is for the options to say.
@@ -96,8 +109,8 @@ struct Part {
   int row, column;  // of the head, of the state: of the thread's first accumulator
 
   __device__ Part() {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    row = threadIdx.x / 128 * H::kWidth + warp % H::kTiles * 16 + lane / 4;
+    const int thread = thread_here(), warp = thread / 32, lane = thread % 32;
+    row = warp % H::kTiles * 16 + lane / 4;
     column = warp / H::kTiles * H::kHeld + lane % 4 * 2;
   }
 
@@ -151,15 +164,15 @@ struct Walk {
                                                       const typename H::Rows& keys,
                                                       const typename H::Weights& weights) {
     using Multiply = Product<Value, T::kPasses>;
-    const int warp = threadIdx.x / 32 % 4;
-    const int row = threadIdx.x / 128 * H::kWidth + warp % H::kTiles * 16, column = warp / H::kTiles * H::kHeld;
+    const int warp = threadIdx.x / 32;
+    const int row = warp % H::kTiles * 16, column = warp / H::kTiles * H::kHeld;
     const float decay = weights.from_start[T::kTokens - 1];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] *= decay;
 #pragma unroll
     for (int depth = 0; depth < T::kRows; depth += Multiply::kDepth) {
       typename Multiply::A a = Multiply::a_transposed(values, depth, row);
-      Multiply::scale(a, [&](int i) { return weights.kept[token_of(depth + i)]; });
+      Multiply::scale(a, [&](int i) { return pair_of_rows(weights.kept, depth + i); });
 #pragma unroll
       for (int n = 0; n < H::kHeld; n += 16) {
         if (H::kHeld * H::kParts != H::kState && column + n >= H::kState) continue;
@@ -176,6 +189,66 @@ struct Walk {
     return S::kRank * T::kTokens == T::kRows ? token : min(token, T::kTokens - 1);  // rows beyond are zero
   }
 
+  // The state as an operand.
+  static __device__ __forceinline__ void store_state(const typename H::States& states,
+                                                     const float (&s)[H::kSizeState]) {
+    const Part<S, T> part;
+    if constexpr (T::kWarpgroup) {  // 16 x 16 elements at a time
+      const int lane = thread_here() % 32, row = part.row - lane / 4 + lane % 16;
+      const int column = part.column - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < H::kSizeState; i += 8) {
+        unsigned words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
+        store_tiles(states.address(row, column + i * 2 + lane / 16 * 8), words);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < H::kSizeState; i += 2) {
+        const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
+        if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
+        const float pair[2] = {s[i], s[i + 1]};
+        H::States::template store<false>(states.address(p, n), pair);
+      }
+    }
+  }
+
+  // Of an array over tokens, the elements of two neighbouring rows, the first one even.
+  static __device__ __forceinline__ float2 pair_of_rows(const float* of_tokens, int row) {
+    const float first = of_tokens[token_of(row)];
+    return make_float2(first, S::kRank % 2 == 0 ? first : of_tokens[token_of(row + 1)]);
+  }
+
+  // Where ranks divide the columns of an accumulator, the weights of all pairs of tokens are made once and shared by
+  // their ranks. A thread's are neighbours: [later token][which tokens of 8 columns][block of 8 columns].
+  static constexpr bool kShared = S::kRank > 1 && 8 % S::kRank == 0;
+  static constexpr int kBlocks = T::kRows / 8;
+
+  static __device__ __forceinline__ void make_pairs(float* pairs, const typename H::Weights& weights) {
+    constexpr int kRow = T::kRows / S::kRank, kSize = T::kTokens * kRow;
+    const int thread = thread_here();
+#pragma unroll
+    for (int start = 0; start < kSize; start += kThreads) {
+      const int i = start + thread;
+      if (kSize % kThreads != 0 && i >= kSize) break;
+      const int late = i / kRow, early = i % kBlocks * (8 / S::kRank) + i % kRow / kBlocks;
+      pairs[i] = late >= early ? pair_weight(weights, late, early) : 0.0f;
+    }
+  }
+
+  // Of the later token's output with the earlier one's, or its own, key.
+  static __device__ __forceinline__ float pair_weight(const typename H::Weights& weights, int late, int early) {
+    float exponent = weights.sum[late] - weights.sum[early];
+    if constexpr (S::kExact) exponent += weights.rest[late] - weights.rest[early];
+    return late == early ? weights.gamma[late] : exp2_of<S::kExact>(exponent) * weights.f[early];
+  }
+
+  // Whether the columns of a block of 16 are all of later tokens than the rows of another.
+  static __device__ __forceinline__ bool is_later(int columns, int rows) {
+    return columns > rows + (16 % S::kRank != 0 ? 1 : 0);  // a token's ranks can lie in two neighbouring blocks
+  }
+
   // A marked token's weights become NaN.
   static __device__ void poison(typename H::Weights& weights, int* bad) {
     for (int c = threadIdx.x; c < T::kTokens; c += kThreads) {
@@ -185,6 +258,16 @@ struct Walk {
     __syncthreads();
   }
 };
+
+// v sigmoid(v), by the hardware's tanh within 2**-12 of v where a 16-bit number is made of it.
+template <bool Exact>
+__device__ __forceinline__ float silu(float v) {
+  if constexpr (Exact) return v / (1.0f + expf(-v));
+  const float half = 0.5f * v;
+  float t;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
+  return half + half * t;
+}
 
 template <int Bytes>
 __device__ void clear(unsigned char* memory, int threads) {
@@ -199,7 +282,8 @@ struct EndsMemory {
   using H = Shape<S, T>;
   static constexpr int kValues = padded(H::Rows::kBytes, 1024), kTable = kValues + padded(H::Values::kBytes, 1024),
                        kWeights = kTable + padded(H::Table::kBytes, 16),
-                       kParameters = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kGiven = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kParameters = kGiven + padded(sizeof(typename H::Given), 16),
                        kPhases = kParameters + padded(S::kRank * S::kHeadDim * 4, 16),
                        kBad = kPhases + padded(S::kPairs * 4, 16), kBytes = kBad + padded(T::kTokens * 4, 16);
 };
@@ -243,6 +327,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   typename H::Values values(memory + Memory::kValues);
   const typename H::Table table(memory + Memory::kTable);
   typename H::Weights& weights = *reinterpret_cast<typename H::Weights*>(memory + Memory::kWeights);
+  typename H::Given& given = *reinterpret_cast<typename H::Given*>(memory + Memory::kGiven);
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
   unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
@@ -267,29 +352,56 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   bool found = !walk.begin(begin, lost);
   if (found) bad[0] = 1;
   __syncthreads();
+  using Keys = KeyStage<S, T::kTokens, H::kThreads, false, typename H::Rows>;
+  ValuesAhead<S, T::kTokens, H::kThreads, O::kWeighted> values_ahead;
+  const long long group = at.head / (S::kHeads / S::kGroups);
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  const auto load_next = [&](int t, int count) {
+    walk.load(angles_at(t), count);
+    values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
+  };
+  const auto fetch_keys = [&](int t, int count) {
+    const long long row = ((long long)at.row * seq + t) * (S::kRank * S::kGroups) + group;
+    Keys::fetch(KeySource<S>{nullptr, k + row * S::kState}, count, keys, keys);
+  };
+  const auto fetch_next_schedule = [&](int t) {
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t);
+  };
+  int count = min(T::kTokens, end - t);
+  fetch_keys(t, count);
+  load_next(t, count);
+  fetch_next_schedule(t);
+  wait_for_copies();
+  __syncthreads();
   double decay = 0.0;
-  for (; t < end; t += T::kTokens, found = false) {
-    const int count = min(T::kTokens, end - t);
-    const long long token = (long long)at.row * seq + t;
-    if (threadIdx.x < 32) {
-      make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count,
-                               t + count < at.end);
-    }
-    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
-    found |= stage_values<S, H::kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v,
-                                                        count, values, bad);
+  while (true) {
+    if (threadIdx.x >= H::kThreads - 32) make_schedule<S::kExact>(weights, given, count, t + count < at.end);
+    found |= walk.advance(angles_at(t), given.dt, count, table, bad);
+    found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
-    const long long group = at.head / (S::kHeads / S::kGroups);
-    const KeySource<S> source{nullptr, k + (token * (S::kRank * S::kGroups) + group) * S::kState, nullptr,
-                              k_bias + parameters * (S::kRank * S::kState)};
-    found |= stage_keys<S, T::kTokens, H::kThreads, false>(source, table, count, keys, keys, bad, -1, nullptr);
+    wait_for_copies();
+    found |=
+        Keys::rotate(table, nullptr, k_bias + parameters * (S::kRank * S::kState), count, keys, keys, bad, -1, nullptr);
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
-      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
+      walk.lose(angles_at(t), dt + schedule + t, count, lost);
     }
+    found = false;
     decay += static_cast<double>(weights.sum[T::kTokens - 1]) + static_cast<double>(weights.rest[T::kTokens - 1]);
+    t += count;
+    count = min(T::kTokens, end - t);
+    if (count <= 0) {
+      W::update_state(s, values, keys, weights);
+      break;
+    }
+    load_next(t, count);
+    fetch_next_schedule(t);
     W::update_state(s, values, keys, weights);
+    wait_for_copies();
     __syncthreads();
+    fetch_keys(t, count);
   }
 
   const long long to = ((long long)at.row * S::kHeads + at.head) * (segments - 1) + at.segment;
@@ -306,23 +418,21 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   }
 }
 
-// Shared memory of `mamba3_forward`. What the tokens give lies where the queries were, unless these have padding, which
-// must stay zero.
+// Shared memory of `mamba3_forward`. What the tokens give lies where the state was.
 template <class S, class T>
 struct ForwardMemory {
   using H = Shape<S, T>;
   static constexpr int kOutBytes = T::kRows * H::kColumns * 4;
-  static constexpr bool kApart = S::kState % 16 != 0;
-  static constexpr int kKeys = padded(kApart ? H::Rows::kBytes : larger(H::Rows::kBytes, kOutBytes), 1024),
-                       kValues = kKeys + padded(H::Rows::kBytes, 1024),
+  static constexpr int kKeys = padded(H::Rows::kBytes, 1024), kValues = kKeys + padded(H::Rows::kBytes, 1024),
                        kStates = kValues + padded(H::Values::kBytes, 1024),
-                       kTable = kStates + padded(H::States::kBytes, 1024),
+                       kTable = kStates + padded(larger(H::States::kBytes, kOutBytes), 1024),
                        kWeights = kTable + padded(H::Table::kBytes, 16),
-                       kParameters = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kGiven = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kParameters = kGiven + padded(sizeof(typename H::Given), 16),
                        kPhases = kParameters + padded((3 * S::kRank + 1) * S::kHeadDim * 4, 16),
                        kBad = kPhases + padded(S::kPairs * 4, 16), kSquares = kBad + padded(T::kTokens * 4, 16),
-                       kOut = kApart ? kSquares + padded(H::kTeams * T::kRows * 4, 16) : 0,
-                       kBytes = kSquares + padded(H::kTeams * T::kRows * 4, 16) + (kApart ? kOutBytes : 0);
+                       kPairs = kSquares + 2 * T::kRows * 4,
+                       kBytes = kPairs + (S::kRank > 1 ? padded(T::kTokens * (T::kRows / S::kRank) * 4, 16) : 0);
 };
 
 // One block for each row, segment and head, heads fastest: those of a group read the same keys and queries.
@@ -341,6 +451,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   using W = Walk<S, T, O>;
   using Memory = ForwardMemory<S, T>;
   using Multiply = Product<Value, T::kPasses>;
+  using Pair = decltype(pair_type(Value()));
   constexpr int kThreads = H::kThreads;
   extern __shared__ __align__(1024) unsigned char memory[];
   clear<Memory::kBytes>(memory, kThreads);
@@ -369,13 +480,15 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   typename H::States states(memory + Memory::kStates);
   const typename H::Table table(memory + Memory::kTable);
   typename H::Weights& weights = *reinterpret_cast<typename H::Weights*>(memory + Memory::kWeights);
+  typename H::Given& given = *reinterpret_cast<typename H::Given*>(memory + Memory::kGiven);
   constexpr int kRanked = S::kRank * S::kHeadDim;
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
   float *weights_o = weights_v + kRanked, *weights_z = weights_o + kRanked, *weights_norm = weights_z + kRanked;
   unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
   float* squares = reinterpret_cast<float*>(memory + Memory::kSquares);
-  float* out = reinterpret_cast<float*>(memory + Memory::kOut);
+  float* pairs = reinterpret_cast<float*>(memory + Memory::kPairs);
+  float* out = reinterpret_cast<float*>(memory + Memory::kStates);
   // A row's columns in an order in which the accumulators of a warp do not meet in a bank.
   const auto out_at = [&](int row, int column) {
     return out + row * H::kColumns + (H::kColumns % 32 == 0 ? column ^ row % 4 * 8 : column);
@@ -416,7 +529,6 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   __syncthreads();
   table.template fill<kThreads>();
 
-  const Part<S, T> part;
   float s[H::kSizeState];
   PhaseWalk<S, T::kTokens, kThreads> walk;
   if (t != at.first) {  // the sequence began in an earlier segment: sum those up
@@ -434,7 +546,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       __syncthreads();
       const float decay = j == from ? 0.0f : decays[of];
       const float* ssm = ends + of * (S::kHeadDim * S::kState);
-      part.each([&](int i, int p, int n) {
+      Part<S, T>().each([&](int i, int p, int n) {
         const bool second = S::kHalf ? n >= S::kState / 2 : n % 2 != 0;
         const int pair = S::kHalf ? n % (S::kState / 2) : n / 2, other = S::kHalf ? S::kState / 2 : 1;
         float x = ssm[p * S::kState + n];
@@ -457,86 +569,109 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     }
   }
 
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, team = threadIdx.x / 128;
-  while (t < end) {
+  using Keys = KeyStage<S, T::kTokens, kThreads, true, typename H::Rows>;
+  ValuesAhead<S, T::kTokens, kThreads, O::kWeighted> values_ahead;
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  const auto load_next = [&](int t, int count) {
+    walk.load(angles_at(t), count);
+    values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
+  };
+  const auto fetch_keys = [&](int t, int count) {
+    const long long row = ((long long)at.row * seq + t) * (S::kRank * S::kGroups) + group;
+    Keys::fetch(KeySource<S>{q + row * S::kState, k + row * S::kState}, count, queries, keys);
+  };
+  const auto fetch_next_schedule = [&](int t) {
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t);
+  };
+  int count = min(T::kTokens, min(end, at.end) - t);
+  fetch_keys(t, count);
+  load_next(t, count);
+  fetch_next_schedule(t);
+  wait_for_copies();
+  __syncthreads();
+  while (true) {
     bool found = false;
     if (t == at.first) {
       W::begin_state(s, in, at, sequences, schedule + t, weights_v);
       found = !walk.begin(W::begin_angles(in, at, sequences), lost);
       if (found) bad[0] = 1;
     }
-    const int count = min(T::kTokens, min(end, at.end) - t);
     const bool last = t + count == at.end;
     const long long token = (long long)at.row * seq + t;
     const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
 
     // What the products need.
-    if (threadIdx.x < 32) {
-      make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count, !last);
-    }
-    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
-    found |= stage_values<S, kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v, count,
-                                                     values, bad);
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; i += 2) {
-      const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
-      if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
-      const float pair[2] = {s[i], s[i + 1]};
-      states.template store<false>(p, n, pair);
-    }
+    if (threadIdx.x >= kThreads - 32) make_schedule<S::kExact>(weights, given, count, !last);
+    found |= walk.advance(angles_at(t), given.dt, count, table, bad);
+    found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
-    const long long rows = (token * (S::kRank * S::kGroups) + group) * S::kState;
-    const KeySource<S> source{q + rows, k + rows, q_bias + parameters * (S::kRank * S::kState),
-                              k_bias + parameters * (S::kRank * S::kState)};
-    found |= stage_keys<S, T::kTokens, kThreads, true>(
-        source, table, count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
-        O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
+    W::store_state(states, s);
+    if constexpr (W::kShared) W::make_pairs(pairs, weights);
+    wait_for_copies();
+    found |=
+        Keys::rotate(table, q_bias + parameters * (S::kRank * S::kState), k_bias + parameters * (S::kRank * S::kState),
+                     count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
+                     O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
     if constexpr (T::kWarpgroup) fence_async_proxy();
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
-      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
-    }
-    for (int c = threadIdx.x; c < T::kTokens; c += kThreads) {  // lines that are wanted soon
-      const long long now = (token + c) * S::kHeads + at.head, next = now + (long long)count * S::kHeads;
-      if constexpr (O::kGate) {
-        if (c < count) prefetch(z + now * S::kHeadDim);
-      }
-      if (t + count + c < end) {
-        prefetch(angles + next * S::kPairs);
-        prefetch(v + next * S::kHeadDim);
+      walk.lose(angles_at(t), dt + schedule + t, count, lost);
+      if constexpr (W::kShared) {
+        W::make_pairs(pairs, weights);
+        __syncthreads();
       }
     }
 
+    // The next chunk, whose inputs are on their way from here on.
+    Place next_at = at;
+    const int next = t + count;
+    if constexpr (O::kPacked) {
+      if (last && next < end) next_at.find(bounds, sequences, next, seq);
+    }
+    const int next_count = min(T::kTokens, min(end, next_at.end) - next);  // 0 or less at the end
+    if (next_count > 0) fetch_next_schedule(next);
+
     // Rows of the scores and of the output that this thread holds.
+    const int thread = thread_here(), warp = thread / 32 % 4, lane = thread % 32, team = thread / 128;
     const int row = warp * 16 + lane / 4;
     const int early = W::token_of(row), late = W::token_of(row + 8);
     float m[H::kSizeScores], o[H::kSizeOut];
-    // Scores to weighted scores.
+    // Scores to weighted scores, zero for later tokens, with the skip on the diagonal.
     const auto weigh = [&]() {
-      const float early_sum = weights.sum[early], late_sum = weights.sum[late];
-      const float early_rest = weights.rest[early], late_rest = weights.rest[late];
-      const float early_gamma = weights.gamma[early], late_gamma = weights.gamma[late];
+      if constexpr (W::kShared) {
+        constexpr int kRow = T::kRows / S::kRank;
+        const float* up = pairs + early * kRow + lane % 4 * 2 / S::kRank * W::kBlocks;
+        const float* low = up + (late - early) * kRow;
 #pragma unroll
-      for (int i = 0; i < H::kSizeScores; i += 4) {
-        if (i / 8 > warp) continue;  // later tokens only
+        for (int block = 0; block < W::kBlocks; block += 2) {
+          const float2 x = *reinterpret_cast<const float2*>(up + block);
+          const float2 y = *reinterpret_cast<const float2*>(low + block);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = i * 2 + lane % 4 * 2 + e, c = W::token_of(column);
-          const float sum = weights.sum[c], f = weights.f[c], rest = S::kExact ? weights.rest[c] : 0.0f;
-          const auto weight = [&](int token, float own_sum, float own_rest, float gamma) {
-            float exponent = own_sum - sum;
-            if constexpr (S::kExact) exponent += own_rest - rest;
-            const float w = exp2_of<S::kExact>(token > c ? exponent : 0.0f) * f;
-            return token > c ? w : gamma;
-          };
-          const float up = m[i + e] * weight(early, early_sum, early_rest, early_gamma);
-          const float low = m[i + 2 + e] * weight(late, late_sum, late_rest, late_gamma);
-          m[i + e] = early >= c ? up : 0.0f;
-          m[i + 2 + e] = late >= c ? low : 0.0f;
-          if constexpr (O::kSkip) {
-            if (column == row) m[i + e] += skip;
-            if (column == row + 8) m[i + 2 + e] += skip;
+          for (int e = 0; e < 2; ++e) {
+            m[4 * block + e] *= x.x, m[4 * block + 2 + e] *= y.x;
+            m[4 * block + 4 + e] *= x.y, m[4 * block + 6 + e] *= y.y;
           }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < H::kSizeScores; i += 4) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int c = W::token_of(i * 2 + lane % 4 * 2 + e);
+            const float up = early >= c ? W::pair_weight(weights, early, c) : 0.0f;
+            const float low = late >= c ? W::pair_weight(weights, late, c) : 0.0f;
+            m[i + e] *= up;
+            m[i + 2 + e] *= low;
+          }
+        }
+      }
+      if constexpr (O::kSkip) {
+        const float even = lane / 4 == lane % 4 * 2 ? skip : 0.0f, odd = lane / 4 == lane % 4 * 2 + 1 ? skip : 0.0f;
+#pragma unroll
+        for (int i = 0; i < H::kSizeScores; i += 8) {
+          if (i / 8 == warp) m[i] += even, m[i + 1] += odd, m[i + 6] += even, m[i + 7] += odd;
         }
       }
     };
@@ -548,27 +683,42 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       }
     };
     if constexpr (T::kWarpgroup) {
-      static_assert(T::kRows == 64 && H::kWidth == 64, "the rows of a warpgroup's product");
+      static_assert(T::kRows == 64 && H::kColumns % 64 == 0, "the rows of a warpgroup's product");
+      // One value for a warp, so that descriptors are computed once for it.
+      const int own_warp = __shfl_sync(~0u, thread / 32, 0);
+      const int own_p = own_warp / 4 * H::kWidth, own_n = own_warp / H::kTiles * H::kHeld;
+      const auto q_rows = row_descriptor(queries.base), k_rows = row_descriptor(keys.base);
+      const auto s_rows = row_descriptor(states.base + own_p * 128);
+      const auto k_columns =
+          column_descriptor(keys.base + own_n / 64 * H::Rows::kPanelBytes + own_n % 64 * 2, H::Rows::kPanelBytes);
+      const auto v_columns = column_descriptor(values.base + own_p / 64 * H::Values::kPanelBytes + own_p % 64 * 2, 0);
       wgmma_fence();
 #pragma unroll
       for (int n = 0; n < H::kState; n += 16) {
         const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(m, row_descriptor(queries.base + at_n), row_descriptor(keys.base + at_n), n > 0);
-      }
-      wgmma_commit();
-      const unsigned states_base = states.base + team * 64 * 128;
-#pragma unroll
-      for (int n = 0; n < H::kState; n += 16) {
-        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        const unsigned at_s = n / 64 * H::States::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(o, row_descriptor(queries.base + at_n), row_descriptor(states_base + at_s), n > 0);
+        Wgmma<Value, 64>::shared(m, advanced(q_rows, at_n), advanced(k_rows, at_n), n > 0);
       }
       wgmma_commit();
       typename Multiply::A a[4];
 #pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = Multiply::a_transposed(values, 16 * i, own_warp % H::kTiles * 16);
+      wgmma_wait<0>();
+      pin(m);
+      weigh();
+      typename Multiply::A b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = Multiply::of_accumulators(m, 8 * i);
+      wgmma_fence();
+#pragma unroll
+      for (int n = 0; n < H::kState; n += 16) {
+        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+        const unsigned at_s = n / 64 * H::States::kPanelBytes + n % 64 * 2;
+        Wgmma<Value, H::kWidth>::shared(o, advanced(q_rows, at_n), advanced(s_rows, at_s), n > 0);
+      }
+      wgmma_commit();
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        a[i] = Multiply::a_transposed(values, 16 * i, team * 64 + warp * 16);
-        Multiply::scale(a[i], [&](int j) { return weights.kept[W::token_of(16 * i + j)]; });
+        Multiply::scale(a[i], [&](int j) { return W::pair_of_rows(weights.kept, 16 * i + j); });
       }
       const float decay = weights.from_start[T::kTokens - 1];
 #pragma unroll
@@ -577,20 +727,9 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kState>::template registers<true>(
-            s, a[i].r, column_descriptor(keys.base + i * 2048, H::Rows::kPanelBytes), true);
+        Wgmma<Value, H::kHeld>::template registers<true>(s, a[i].r, advanced(k_columns, i * 2048), true);
       }
       wgmma_commit();
-      wgmma_wait<2>();
-      pin(m);
-      weigh();
-#pragma unroll
-      for (int i = 0; i < H::kSizeScores; i += 4) {  // what `weigh` leaves out
-        if (i / 8 > warp) m[i] = m[i + 1] = m[i + 2] = m[i + 3] = 0.0f;
-      }
-      typename Multiply::A b[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = Multiply::of_accumulators(m, 8 * i);
       wgmma_wait<1>();
       pin(o);
       decay_rows();
@@ -598,8 +737,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, 64>::template registers<true>(
-            o, b[i].r, column_descriptor(values.base + team * H::Values::kPanelBytes + i * 2048, 0), true);
+        Wgmma<Value, H::kWidth>::template registers<true>(o, b[i].r, advanced(v_columns, i * 2048), true);
       }
       wgmma_commit();
       wgmma_wait<0>();
@@ -618,7 +756,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
           typename Multiply::B b[2];
 #pragma unroll
           for (int j = 0; j < T::kRows; j += 16) {
-            if (j / 16 > warp) continue;
+            if (W::is_later(j / 16, warp)) continue;
             Multiply::b(b, keys, j, n);
             Multiply::add(m, j / 2, a, b[0]);
             Multiply::add(m, j / 2 + 4, a, b[1]);
@@ -634,7 +772,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         decay_rows();
 #pragma unroll
         for (int j = 0; j < T::kRows; j += Multiply::kDepth) {
-          if (j / 16 > warp) continue;
+          if (W::is_later(j / 16, warp)) continue;
           const typename Multiply::A a = Multiply::of_accumulators(m, j / 2);
           typename Multiply::B b[2];
 #pragma unroll
@@ -682,7 +820,30 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
       }
     }
-    __syncthreads();  // the queries have been read
+    // The gates of two columns at a time, which neighbouring threads load and write side by side.
+    constexpr int kTogether = kThreads / (S::kHeadDim / 2), kTurns = (T::kTokens + kTogether - 1) / kTogether;
+    constexpr int kAhead = kTurns < 4 ? kTurns : 4;  // gates on their way
+    const int here = thread_here(), own = here / (S::kHeadDim / 2), column = here % (S::kHeadDim / 2) * 2;
+    const auto place_of = [&](int c) { return ((token + c) * S::kHeads + at.head) * S::kHeadDim + column; };
+    Pair gates[kAhead];
+    const auto load_gates = [&](int turn) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (O::kGate && own < kTogether && c < count) gates[i] = *reinterpret_cast<const Pair*>(z + place_of(c));
+      }
+    };
+    if constexpr (kTurns == kAhead) load_gates(0);  // where there are registers left for them
+    wait_for_copies();
+    __syncthreads();  // the matrices have been read
+    if (next_count > 0) {
+      fetch_keys(next, next_count);
+      load_next(next, next_count);
+      if constexpr (O::kGate) {
+        const int c = threadIdx.x;
+        if (c < next_count) prefetch(z + ((token + count + c) * S::kHeads + at.head) * S::kHeadDim);
+      }
+    }
     if (warp * 16 < T::kRows) {
 #pragma unroll
       for (int i = 0; i < H::kSizeOut; i += 4) {
@@ -693,60 +854,49 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     }
     __syncthreads();
 
-    // Norm, gate and fold of two columns at a time, which neighbouring threads write side by side.
-    constexpr int kTogether = kThreads / (S::kHeadDim / 2);
-    const int column = threadIdx.x % (S::kHeadDim / 2) * 2;
-    float scale[S::kRank][2], gate[S::kRank][2];
+    float scale[S::kRank][2], opening[S::kRank][2];
 #pragma unroll
     for (int rank = 0; rank < S::kRank; ++rank) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         scale[rank][e] = O::kNorm ? weights_norm[column + e] : 1.0f;
         if constexpr (O::kFolds) scale[rank][e] *= weights_o[rank * S::kHeadDim + column + e];
-        gate[rank][e] = O::kGate && O::kWeighted ? weights_z[rank * S::kHeadDim + column + e] : 1.0f;
+        opening[rank][e] = O::kGate && O::kWeighted ? weights_z[rank * S::kHeadDim + column + e] : 1.0f;
       }
     }
-    const auto write = [](Value* to, float a, float b) {
-      if constexpr (S::kExact) {
-        *reinterpret_cast<float2*>(to) = make_float2(a, b);
-      } else {
-        *reinterpret_cast<unsigned*>(to) = bfloat16_pair(a, b);
-      }
-    };
-    const int own = threadIdx.x / (S::kHeadDim / 2);
-#pragma unroll 4
-    for (int c = own < kTogether ? own : count; c < count; c += kTogether) {
-      const long long to = ((token + c) * S::kHeads + at.head) * S::kHeadDim + column;
-      float opening[2] = {0.0f, 0.0f}, total[2] = {0.0f, 0.0f};
-      if constexpr (O::kGate) {
-        opening[0] = to_float(z[to]);
-        opening[1] = to_float(z[to + 1]);
-      }
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn += kAhead) {
+      if (kTurns != kAhead) load_gates(turn);
 #pragma unroll
-      for (int rank = 0; rank < S::kRank; ++rank) {
-        const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
-        float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
-        if constexpr (O::kGate) {
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (own >= kTogether || c >= count) continue;
+        float total[2] = {0.0f, 0.0f};
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float g = opening[e] * gate[rank][e];
-            x[e] *= S::kExact ? g / (1.0f + expf(-g)) : __fdividef(g, 1.0f + __expf(-g));
+        for (int rank = 0; rank < S::kRank; ++rank) {
+          const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
+          float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
+          if constexpr (O::kGate) {
+            const float2 gate = floats_of(gates[i]);
+            x[0] *= silu<S::kExact>(gate.x * opening[rank][0]);
+            x[1] *= silu<S::kExact>(gate.y * opening[rank][1]);
           }
+          if constexpr (O::kWeighted && !O::kFolds) {
+            const long long to = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
+            *reinterpret_cast<Pair*>(y + to) = pair_of(x[0], x[1], Pair{});
+          }
+          total[0] += x[0];
+          total[1] += x[1];
         }
-        if constexpr (O::kWeighted && !O::kFolds) {
-          const long long ranked = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
-          write(y + ranked, x[0], x[1]);
+        if constexpr (!O::kWeighted || O::kFolds) {
+          *reinterpret_cast<Pair*>(y + place_of(c)) = pair_of(total[0], total[1], Pair{});
         }
-        total[0] += x[0];
-        total[1] += x[1];
       }
-      if constexpr (!O::kWeighted || O::kFolds) write(y + to, total[0], total[1]);
     }
 
-    t += count;
-    if (last) {
-      if constexpr (O::kFinalState) {
-        part.each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
+    if constexpr (O::kFinalState) {
+      if (last) {
+        Part<S, T>().each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
         if (lane < 8) {
 #pragma unroll
           for (int set = 0; set < walk.kSets; ++set) {
@@ -768,13 +918,11 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
           final_v[state * S::kHeadDim + p] = to_float(v[of * S::kHeadDim + p]);
         }
       }
-      if constexpr (O::kPacked) {
-        if (t < end) {
-          at.find(bounds, sequences, t, seq);
-          __syncthreads();
-        }
-      }
     }
+    if (next_count <= 0) break;
+    t = next;
+    count = next_count;
+    at = next_at;
   }
 }
 
