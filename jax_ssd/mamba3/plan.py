@@ -16,12 +16,14 @@ from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
-FILE = "mamba3_forward.cu"
+FILE, PIPELINE = "mamba3_forward.cu", "mamba3_pipeline.cu"
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
 LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
-WARPGROUP_STATES = (64, 128)
-WARPGROUP_ROWS = 64
+PIPELINE_STATES = (64, 128)
+PIPELINE_ROWS = 64
+TURNS_AROUND = 4  # chunks that a block of the pipeline is under way before the first and after the last
+ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
 MOST_SEGMENTS = 64  # a block sums up all the segments before its own
@@ -100,19 +102,38 @@ def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
         )
     rows = possible[0]
     tokens = _tokens(p, rows)
-    warpgroup = (
-        set(archs) == {"sm_90"}
-        and p.dtype == "bfloat16"
-        and rows == WARPGROUP_ROWS
-        and p.state in WARPGROUP_STATES
-        and p.head_dim > 32
-    )
+    if set(archs) == {"sm_90"} and _fits_pipeline(p):
+        return Tiles(rows, tokens, _pipeline_segments(p, tokens), 1, 4, True)
     light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
     teams = 1 if light or p.head_dim <= 32 else 2
     blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
     programs, chunks = p.batch * p.heads, math.ceil(p.seq / tokens)
     segments = max(1, min(MULTIPROCESSORS * blocks // programs, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    return Tiles(rows, tokens, segments, blocks, teams, warpgroup)
+    return Tiles(rows, tokens, segments, blocks, teams, False)
+
+
+def _fits_pipeline(problem: Problem) -> bool:
+    p = problem
+    tokens = _tokens(p, PIPELINE_ROWS)
+    return (
+        p.dtype == "bfloat16"
+        and p.state in PIPELINE_STATES
+        and 32 < p.head_dim <= 64
+        and tokens * p.rank == PIPELINE_ROWS
+        and pipeline_memory(p, tokens, False) <= MAX_SHARED_MEMORY["sm_90"]
+    )
+
+
+def _pipeline_segments(problem: Problem, tokens: int) -> int:
+    """As many as make the walk of a multiprocessor shortest. Summing up an earlier segment costs about a chunk."""
+    programs, chunks = problem.batch * problem.heads, math.ceil(problem.seq / tokens)
+
+    def length(segments: int) -> float:
+        waves = math.ceil(programs * segments / MULTIPROCESSORS)
+        ends = math.ceil(programs * (segments - 1) / MULTIPROCESSORS)
+        return (waves + ENDS_COST * ends) * (math.ceil(chunks / segments) + TURNS_AROUND + segments)
+
+    return min(range(1, max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1), key=length)
 
 
 def _tokens(problem: Problem, rows: int) -> int:
@@ -160,6 +181,16 @@ def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
     return 2 * _matrix(p, rows, state) + _matrix(p, rows, columns) + states + rest
 
 
+def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
+    """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there."""
+    p = problem
+    rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 64 * 4
+    table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
+    words = (table, table, *[weights] * 4, given, given, (1 if ends else 3) * p.rank * p.head_dim, p.pairs)
+    words += (tokens,) * 4
+    return 2 * (rows + values + (0 if ends else 2 * rows + out)) + sum(_up(4 * count, 16) for count in words)
+
+
 class _Forward:
     """What the launches of a forward plan have in common."""
 
@@ -194,28 +225,48 @@ class _Forward:
 
     def segment_ends(self) -> Launch:
         p, c = self.problem, self.config
+        programs = p.batch * p.heads * (self.segments - 1)
+        if c.warpgroup:
+            return self.pipeline(programs, ends=True)
         names = (
             *("k", "v", "k_bias", "mimo_v", "angles", "adt", "dt", "trap"),
             *("state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens", "ends", "decays", "phases"),
         )
-        programs = p.batch * p.heads * (self.segments - 1)
-        return self.launch("mamba3_segment_ends", programs, names, ends_memory(p, c.rows, c.tokens), False)
+        return self.launch("mamba3_segment_ends", programs, names, ends_memory(p, c.rows, c.tokens))
 
     def forward(self) -> Launch:
         p, c = self.problem, self.config
-        names = (
-            *("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap", "mimo_v", "mimo_o", "z", "mimo_z"),
-            *("D", "norm_weight", "state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens"),
-            *("ends", "decays", "phases", "y", "final_angle", "final_ssm", "final_k", "final_v"),
-        )
-        programs, memory = p.batch * p.heads * self.segments, forward_memory(p, c.rows, c.tokens)
-        return self.launch("mamba3_forward", programs, names, memory, c.warpgroup, ScalarArg(p.norm_eps, "float32"))
+        programs = p.batch * p.heads * self.segments
+        if c.warpgroup:
+            return self.pipeline(programs, ends=False)
+        memory = forward_memory(p, c.rows, c.tokens)
+        return self.launch("mamba3_forward", programs, FORWARD_NAMES, memory, ScalarArg(p.norm_eps, "float32"))
 
-    def launch(
-        self, function: str, programs: int, names: Sequence[str], memory: int, warpgroup: bool, *more: ScalarArg
-    ) -> Launch:
-        p, c, given = self.problem, self.config, self.problem.given
-        sizes = (p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs)
+    def launch(self, function: str, programs: int, names: Sequence[str], memory: int, *more: ScalarArg) -> Launch:
+        p, c = self.problem, self.config
+        passes = 3 if p.precision == "highest" else 1
+        name = (
+            f"jax_ssd::{function}<{self.sizes()}, jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, "
+            f"{c.teams}>, {self.options()}>"
+        )
+        block = (128 * c.teams, 1, 1)
+        return Launch(CudaKernel(FILE, name), (programs, 1, 1), self.arguments(names, *more), block, memory)
+
+    def pipeline(self, programs: int, ends: bool) -> Launch:
+        p, c = self.problem, self.config
+        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {self.options()}, {_bool(ends)}>"
+        kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
+        arguments = self.arguments(FORWARD_NAMES, ScalarArg(p.norm_eps, "float32"))
+        return Launch(kernel, (programs, 1, 1), arguments, (512, 1, 1), pipeline_memory(p, c.tokens, ends))
+
+    def sizes(self) -> str:
+        """The C++ type of the same name."""
+        p = self.problem
+        numbers = (p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs)
+        return f"jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, numbers)))}, {_bool(p.rotary == 'half')}>"
+
+    def options(self) -> str:
+        p, given = self.problem, self.problem.given
         options = (
             p.param_rows == 1,
             "mimo_v" in given,
@@ -227,21 +278,23 @@ class _Forward:
             "cu_seqlens" in given,
             p.return_final_state,
         )
-        passes = 3 if p.precision == "highest" else 1
-        name = (
-            f"jax_ssd::{function}<jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, sizes)))}, "
-            f"{_bool(p.rotary == 'half')}>, "
-            f"jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, {c.teams}, {_bool(warpgroup)}>, "
-            f"jax_ssd::Options<{', '.join(map(_bool, options))}>>"
-        )
+        return f"jax_ssd::Options<{', '.join(map(_bool, options))}>"
+
+    def arguments(self, names: Sequence[str], *more: ScalarArg) -> tuple[ArrayArg | ScalarArg, ...]:
+        p = self.problem
         numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
-        arguments = (
+        return (
             *(ArrayArg(name if name in self.present else "q") for name in names),  # a stand-in is never touched
             *(ScalarArg(number, "int32") for number in numbers),
             *more,
         )
-        kernel = CudaKernel(FILE, name, arch_specific=warpgroup, archs=("sm_90",) if warpgroup else ())
-        return Launch(kernel, (programs, 1, 1), arguments, block=(128 * c.teams, 1, 1), shared_memory=memory)
+
+
+FORWARD_NAMES = (
+    *("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap", "mimo_v", "mimo_o", "z", "mimo_z"),
+    *("D", "norm_weight", "state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens"),
+    *("ends", "decays", "phases", "y", "final_angle", "final_ssm", "final_k", "final_v"),
+)
 
 
 def _bool(value: bool) -> str:

@@ -10,36 +10,17 @@
 // it began with: a rotation of all keys is one of the state. A key that is not finite is kept out of the products,
 // where a masked zero would spread it to earlier tokens, and its token's weights become NaN instead.
 
-#include "mamba3_staging.cuh"
-#include "wgmma.cuh"
+#include "mamba3_output.cuh"
+#include "mamba3_state.cuh"
 
 namespace jax_ssd {
 
-// SharedParams: parameters have one row for all of the batch. Weighted: mimo_v is given. Folds: mimo_o is.
-template <bool SharedParams, bool Weighted, bool Folds, bool Gate, bool Skip, bool Norm, bool InitialState, bool Packed,
-          bool FinalState>
-struct Options {
-  static constexpr bool kSharedParams = SharedParams, kWeighted = Weighted, kFolds = Folds, kGate = Gate, kSkip = Skip,
-                        kNorm = Norm, kInitialState = InitialState, kPacked = Packed, kFinalState = FinalState;
-};
-
 // Rows: of a chunk's matrices. Tokens: of a chunk, at most. Blocks: per multiprocessor, to bound the registers. Passes:
-// of float32 products. Teams: of four warps in a block. Warpgroup: products by wgmma, for Rows of 64 in bfloat16.
-template <int Rows, int Tokens, int Blocks, int Passes, int Teams, bool Warpgroup>
+// of float32 products. Teams: of four warps in a block.
+template <int Rows, int Tokens, int Blocks, int Passes, int Teams>
 struct Tiling {
   static constexpr int kRows = Rows, kTokens = Tokens, kBlocks = Blocks, kPasses = Passes, kTeams = Teams;
-  static constexpr bool kWarpgroup = Warpgroup;
 };
-
-// Two neighbouring values, as they lie in memory.
-__device__ unsigned pair_type(__nv_bfloat16);
-__device__ float2 pair_type(float);
-__device__ __forceinline__ float2 floats_of(unsigned pair) {
-  return make_float2(low_of_pair(pair), high_of_pair(pair));
-}
-__device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
-__device__ __forceinline__ unsigned pair_of(float a, float b, unsigned) { return bfloat16_pair(a, b); }
-__device__ __forceinline__ float2 pair_of(float a, float b, float2) { return make_float2(a, b); }
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
@@ -65,99 +46,11 @@ struct Shape {
   using Given = GivenSchedule<T::kTokens>;
 };
 
-// The arrays of a call; which of them exist is for the options to say.
-template <class S>
-struct Arrays {
-  const typename S::Value *q, *k, *v, *z;
-  const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *D, *norm_weight;
-  const float *angles, *adt, *dt, *trap;
-  const float *state_angle, *state_ssm, *state_k, *state_v;
-  const int* cu_seqlens;
-};
-
-// Where a block is: its row of the batch, its head, and the sequence that its tokens belong to.
-struct Place {
-  int row, head, segment;
-  int sequence, first, end;  // the sequence's number and tokens
-
-  // Where sequence j begins; the bounds of a row begin at `bounds`. Only those between two sequences are read.
-  static __device__ int start_of(int j, const int* bounds, int sequences, int seq) {
-    return j == 0 ? 0 : j == sequences ? seq : min(max(bounds[j], 0), seq);
-  }
-
-  // The sequence, not an empty one, that token t belongs to. Whatever the bounds are, first <= t < end.
-  __device__ void find(const int* bounds, int sequences, int t, int seq) {
-    int low = 0, high = sequences;  // the last sequence that begins at t or before
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (bounds[middle] <= t) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    sequence = low;
-    first = start_of(low, bounds, sequences, seq);
-    end = start_of(high, bounds, sequences, seq);
-  }
-};
-
-// The part of the state that a thread holds.
-template <class S, class T>
-struct Part {
-  using H = Shape<S, T>;
-  int row, column;  // of the head, of the state: of the thread's first accumulator
-
-  __device__ Part() {
-    const int thread = thread_here(), warp = thread / 32, lane = thread % 32;
-    row = warp % H::kTiles * 16 + lane / 4;
-    column = warp / H::kTiles * H::kHeld + lane % 4 * 2;
-  }
-
-  // function(accumulator, row of the head, column of the state) for the real ones.
-  template <class Function>
-  __device__ __forceinline__ void each(Function function) const {
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) {
-      const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
-      if (p < S::kHeadDim && n < S::kState) function(i, p, n);
-    }
-  }
-};
-
 template <class S, class T, class O>
 struct Walk {
   using H = Shape<S, T>;
   using Value = typename S::Value;
   static constexpr int kThreads = H::kThreads;
-
-  // The state that a sequence begins with, the half step that is still owed to its last key included.
-  static __device__ void begin_state(float (&s)[H::kSizeState], const Arrays<S>& in, const Place& at, int sequences,
-                                     long long schedule, const float* mimo_v) {
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
-    if constexpr (O::kInitialState) {
-      const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
-      const float owed = sigmoid(-in.trap[schedule]) * in.dt[schedule];
-      const float* ssm = in.state_ssm + state * (S::kHeadDim * S::kState);
-      const float* k = in.state_k + state * (S::kRank * S::kState);
-      const float* v = in.state_v + state * S::kHeadDim;
-      Part<S, T>().each([&](int i, int p, int n) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int rank = 0; rank < S::kRank; ++rank) {
-          sum += (O::kWeighted ? mimo_v[rank * S::kHeadDim + p] : 1.0f) * k[rank * S::kState + n];
-        }
-        s[i] = ssm[p * S::kState + n] + owed * v[p] * sum;
-      });
-    }
-  }
-
-  // The angles that a sequence begins with; null for zeros.
-  static __device__ const float* begin_angles(const Arrays<S>& in, const Place& at, int sequences) {
-    if constexpr (!O::kInitialState) return nullptr;
-    return in.state_angle + (((long long)at.row * sequences + at.sequence) * S::kHeads + at.head) * S::kPairs;
-  }
 
   // S = decay S + V' diag(kept) K, by the tensor cores of every GPU.
   static __device__ __forceinline__ void update_state(float (&s)[H::kSizeState], const typename H::Values& values,
@@ -192,25 +85,13 @@ struct Walk {
   // The state as an operand.
   static __device__ __forceinline__ void store_state(const typename H::States& states,
                                                      const float (&s)[H::kSizeState]) {
-    const Part<S, T> part;
-    if constexpr (T::kWarpgroup) {  // 16 x 16 elements at a time
-      const int lane = thread_here() % 32, row = part.row - lane / 4 + lane % 16;
-      const int column = part.column - lane % 4 * 2;
+    const Part<S, H> part;
 #pragma unroll
-      for (int i = 0; i < H::kSizeState; i += 8) {
-        unsigned words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-        store_tiles(states.address(row, column + i * 2 + lane / 16 * 8), words);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < H::kSizeState; i += 2) {
-        const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
-        if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
-        const float pair[2] = {s[i], s[i + 1]};
-        H::States::template store<false>(states.address(p, n), pair);
-      }
+    for (int i = 0; i < H::kSizeState; i += 2) {
+      const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
+      if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
+      const float pair[2] = {s[i], s[i + 1]};
+      H::States::template store<false>(states.address(p, n), pair);
     }
   }
 
@@ -258,23 +139,6 @@ struct Walk {
     __syncthreads();
   }
 };
-
-// v sigmoid(v), by the hardware's tanh within 2**-12 of v where a 16-bit number is made of it.
-template <bool Exact>
-__device__ __forceinline__ float silu(float v) {
-  if constexpr (Exact) return v / (1.0f + expf(-v));
-  const float half = 0.5f * v;
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
-  return half + half * t;
-}
-
-template <int Bytes>
-__device__ void clear(unsigned char* memory, int threads) {
-  static_assert(Bytes % 16 == 0, "whole pieces");
-  for (int i = threadIdx.x * 16; i < Bytes; i += threads * 16)
-    *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
-}
 
 // Shared memory of `mamba3_segment_ends`.
 template <class S, class T>
@@ -342,8 +206,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   float s[H::kSizeState];
   const float* begin = nullptr;
   if (t == at.first) {
-    begin = W::begin_angles(in, at, sequences);
-    W::begin_state(s, in, at, sequences, schedule + t, weights_v);
+    begin = begin_angles<S, O>(in, at, sequences);
+    begin_state<S, H, O>(s, in, at, sequences, schedule + t, weights_v);
   } else {
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
@@ -367,7 +231,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     Keys::fetch(KeySource<S>{nullptr, k + row * S::kState}, count, keys, keys);
   };
   const auto fetch_next_schedule = [&](int t) {
-    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t);
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t, threadIdx.x);
   };
   int count = min(T::kTokens, end - t);
   fetch_keys(t, count);
@@ -405,7 +269,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   }
 
   const long long to = ((long long)at.row * S::kHeads + at.head) * (segments - 1) + at.segment;
-  Part<S, T>().each([&](int i, int p, int n) { ends[(to * S::kHeadDim + p) * S::kState + n] = s[i]; });
+  Part<S, H>().each([&](int i, int p, int n) { ends[(to * S::kHeadDim + p) * S::kState + n] = s[i]; });
   if (threadIdx.x == 0) decays[to] = exp2_of<S::kExact>(static_cast<float>(decay));
   if (threadIdx.x % 32 < 8) {
 #pragma unroll
@@ -506,25 +370,9 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   float skip = 0.0f;
   if constexpr (O::kSkip) skip = D[parameters];
 
+  const FinalState final_state{final_angle, final_ssm, final_k, final_v};
   if constexpr (O::kPacked && O::kFinalState) {
-    if (at.segment == 0) {  // an empty sequence passes its state through
-      for (int j = 0; j < sequences; ++j) {
-        if (at.start_of(j, bounds, sequences, seq) != at.start_of(j + 1, bounds, sequences, seq)) continue;
-        const long long state = ((long long)at.row * sequences + j) * S::kHeads + at.head;
-        const auto pass = [&](float* to, const float* from, int size) {
-          for (int i = threadIdx.x; i < size; i += kThreads) {
-            to[state * size + i] = O::kInitialState ? from[state * size + i] : 0.0f;
-          }
-        };
-        for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
-          const float angle = O::kInitialState ? state_angle[state * S::kPairs + pair] : 0.0f;
-          final_angle[state * S::kPairs + pair] = radians_of_phase(phase_of_radians(angle)) + (angle - angle);
-        }
-        pass(final_ssm, state_ssm, S::kHeadDim * S::kState);
-        pass(final_k, state_k, S::kRank * S::kState);
-        pass(final_v, state_v, S::kHeadDim);
-      }
-    }
+    if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
   __syncthreads();
   table.template fill<kThreads>();
@@ -546,17 +394,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       __syncthreads();
       const float decay = j == from ? 0.0f : decays[of];
       const float* ssm = ends + of * (S::kHeadDim * S::kState);
-      Part<S, T>().each([&](int i, int p, int n) {
-        const bool second = S::kHalf ? n >= S::kState / 2 : n % 2 != 0;
-        const int pair = S::kHalf ? n % (S::kState / 2) : n / 2, other = S::kHalf ? S::kState / 2 : 1;
-        float x = ssm[p * S::kState + n];
-        if (pair < S::kPairs) {
-          const float partner = ssm[p * S::kState + (second ? n - other : n + other)];
-          const int to = table.place(0, pair);
-          x = x * table.cosine[to] + (second ? partner : -partner) * table.sine[to];
-        }
-        s[i] = decay * s[i] + x;
-      });
+      add_turned<S, H>(s, decay, ssm, table);
       __syncthreads();
     }
     walk.begin(lost);
@@ -583,7 +421,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     Keys::fetch(KeySource<S>{q + row * S::kState, k + row * S::kState}, count, queries, keys);
   };
   const auto fetch_next_schedule = [&](int t) {
-    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t);
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t, threadIdx.x);
   };
   int count = min(T::kTokens, min(end, at.end) - t);
   fetch_keys(t, count);
@@ -594,8 +432,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   while (true) {
     bool found = false;
     if (t == at.first) {
-      W::begin_state(s, in, at, sequences, schedule + t, weights_v);
-      found = !walk.begin(W::begin_angles(in, at, sequences), lost);
+      begin_state<S, H, O>(s, in, at, sequences, schedule + t, weights_v);
+      found = !walk.begin(begin_angles<S, O>(in, at, sequences), lost);
       if (found) bad[0] = 1;
     }
     const bool last = t + count == at.end;
@@ -614,7 +452,6 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         Keys::rotate(table, q_bias + parameters * (S::kRank * S::kState), k_bias + parameters * (S::kRank * S::kState),
                      count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
                      O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
-    if constexpr (T::kWarpgroup) fence_async_proxy();
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
       walk.lose(angles_at(t), dt + schedule + t, count, lost);
@@ -682,109 +519,46 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
       }
     };
-    if constexpr (T::kWarpgroup) {
-      static_assert(T::kRows == 64 && H::kColumns % 64 == 0, "the rows of a warpgroup's product");
-      // One value for a warp, so that descriptors are computed once for it.
-      const int own_warp = __shfl_sync(~0u, thread / 32, 0);
-      const int own_p = own_warp / 4 * H::kWidth, own_n = own_warp / H::kTiles * H::kHeld;
-      const auto q_rows = row_descriptor(queries.base), k_rows = row_descriptor(keys.base);
-      const auto s_rows = row_descriptor(states.base + own_p * 128);
-      const auto k_columns =
-          column_descriptor(keys.base + own_n / 64 * H::Rows::kPanelBytes + own_n % 64 * 2, H::Rows::kPanelBytes);
-      const auto v_columns = column_descriptor(values.base + own_p / 64 * H::Values::kPanelBytes + own_p % 64 * 2, 0);
-      wgmma_fence();
+    const bool works = warp * 16 < T::kRows;  // fewer rows than four warps have
 #pragma unroll
-      for (int n = 0; n < H::kState; n += 16) {
-        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(m, advanced(q_rows, at_n), advanced(k_rows, at_n), n > 0);
-      }
-      wgmma_commit();
-      typename Multiply::A a[4];
+    for (int i = 0; i < H::kSizeScores; ++i) m[i] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = Multiply::a_transposed(values, 16 * i, own_warp % H::kTiles * 16);
-      wgmma_wait<0>();
-      pin(m);
-      weigh();
-      typename Multiply::A b[4];
+    for (int i = 0; i < H::kSizeOut; ++i) o[i] = 0.0f;
+    if (works) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = Multiply::of_accumulators(m, 8 * i);
-      wgmma_fence();
+      for (int n = 0; n < H::kState; n += Multiply::kDepth) {
+        const typename Multiply::A a = Multiply::a(queries, warp * 16, n);
+        typename Multiply::B b[2];
 #pragma unroll
-      for (int n = 0; n < H::kState; n += 16) {
-        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        const unsigned at_s = n / 64 * H::States::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, H::kWidth>::shared(o, advanced(q_rows, at_n), advanced(s_rows, at_s), n > 0);
-      }
-      wgmma_commit();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Multiply::scale(a[i], [&](int j) { return W::pair_of_rows(weights.kept, 16 * i + j); });
-      }
-      const float decay = weights.from_start[T::kTokens - 1];
-#pragma unroll
-      for (int i = 0; i < H::kSizeState; ++i) s[i] *= decay;
-      pin(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kHeld>::template registers<true>(s, a[i].r, advanced(k_columns, i * 2048), true);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-      pin(o);
-      decay_rows();
-      pin(o);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kWidth>::template registers<true>(o, b[i].r, advanced(v_columns, i * 2048), true);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(o);
-      pin(s);
-    } else {
-      const bool works = warp * 16 < T::kRows;  // fewer rows than four warps have
-#pragma unroll
-      for (int i = 0; i < H::kSizeScores; ++i) m[i] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < H::kSizeOut; ++i) o[i] = 0.0f;
-      if (works) {
-#pragma unroll
-        for (int n = 0; n < H::kState; n += Multiply::kDepth) {
-          const typename Multiply::A a = Multiply::a(queries, warp * 16, n);
-          typename Multiply::B b[2];
-#pragma unroll
-          for (int j = 0; j < T::kRows; j += 16) {
-            if (W::is_later(j / 16, warp)) continue;
-            Multiply::b(b, keys, j, n);
-            Multiply::add(m, j / 2, a, b[0]);
-            Multiply::add(m, j / 2 + 4, a, b[1]);
-          }
-#pragma unroll
-          for (int p = 0; p < H::kWidth; p += 16) {
-            Multiply::b(b, states, team * H::kWidth + p, n);
-            Multiply::add(o, p / 2, a, b[0]);
-            Multiply::add(o, p / 2 + 4, a, b[1]);
-          }
-        }
-        weigh();
-        decay_rows();
-#pragma unroll
-        for (int j = 0; j < T::kRows; j += Multiply::kDepth) {
+        for (int j = 0; j < T::kRows; j += 16) {
           if (W::is_later(j / 16, warp)) continue;
-          const typename Multiply::A a = Multiply::of_accumulators(m, j / 2);
-          typename Multiply::B b[2];
+          Multiply::b(b, keys, j, n);
+          Multiply::add(m, j / 2, a, b[0]);
+          Multiply::add(m, j / 2 + 4, a, b[1]);
+        }
 #pragma unroll
-          for (int p = 0; p < H::kWidth; p += 16) {
-            Multiply::b_transposed(b, values, j, team * H::kWidth + p);
-            Multiply::add(o, p / 2, a, b[0]);
-            Multiply::add(o, p / 2 + 4, a, b[1]);
-          }
+        for (int p = 0; p < H::kWidth; p += 16) {
+          Multiply::b(b, states, team * H::kWidth + p, n);
+          Multiply::add(o, p / 2, a, b[0]);
+          Multiply::add(o, p / 2 + 4, a, b[1]);
         }
       }
-      W::update_state(s, values, keys, weights);
+      weigh();
+      decay_rows();
+#pragma unroll
+      for (int j = 0; j < T::kRows; j += Multiply::kDepth) {
+        if (W::is_later(j / 16, warp)) continue;
+        const typename Multiply::A a = Multiply::of_accumulators(m, j / 2);
+        typename Multiply::B b[2];
+#pragma unroll
+        for (int p = 0; p < H::kWidth; p += 16) {
+          Multiply::b_transposed(b, values, j, team * H::kWidth + p);
+          Multiply::add(o, p / 2, a, b[0]);
+          Multiply::add(o, p / 2 + 4, a, b[1]);
+        }
+      }
     }
+    W::update_state(s, values, keys, weights);
 
     if constexpr (O::kNorm) {
       float up = 0.0f, low = 0.0f;
@@ -896,23 +670,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
 
     if constexpr (O::kFinalState) {
       if (last) {
-        Part<S, T>().each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
-        if (lane < 8) {
-#pragma unroll
-          for (int set = 0; set < walk.kSets; ++set) {
-            const int pair = walk.pair(set);
-            if (pair >= S::kPairs) continue;
-            float angle = radians_of_phase(walk.phase[set]);
-            if (lost[pair]) {
-              angle = __int_as_float(0x7fffffff);
-              for (int rank = 0; rank < S::kRank; ++rank) {
-                float* key = final_k + (state * S::kRank + rank) * S::kState + (S::kHalf ? pair : 2 * pair);
-                key[0] = key[S::kHalf ? S::kState / 2 : 1] = angle;
-              }
-            }
-            final_angle[state * S::kPairs + pair] = angle;
-          }
-        }
+        Part<S, H>().each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
+        walk.write(final_angle + state * S::kPairs, final_k + state * (S::kRank * S::kState), lost);
         const long long of = (token + count - 1) * S::kHeads + at.head;
         for (int p = threadIdx.x; p < S::kHeadDim; p += kThreads) {
           final_v[state * S::kHeadDim + p] = to_float(v[of * S::kHeadDim + p]);

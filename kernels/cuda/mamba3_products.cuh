@@ -30,6 +30,19 @@ __device__ __forceinline__ unsigned bfloat16_pair(float low, float high) {
 __device__ __forceinline__ float low_of_pair(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of_pair(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// sum + 0 * pair: stays zero, but for signs, as long as all are finite.
+__device__ __forceinline__ unsigned plus_zero_times(unsigned sum, unsigned pair) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
+  return sum;
+}
+
+__device__ __forceinline__ void store_shared(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void store_shared(unsigned to, unsigned a, unsigned b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+
 // Copies of 4, 8 or 16 bytes to shared memory that run beside the thread, and the wait for all of its own.
 template <int Bytes>
 __device__ __forceinline__ void copy_ahead(unsigned to, const void* from) {
@@ -96,7 +109,7 @@ struct Matrix<__nv_bfloat16, Rows, Columns> {
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) {
       words[i] = bfloat16_pair(v[2 * i], v[2 * i + 1]);
-      if constexpr (Finite) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(words[i]), "r"(0u));
+      if constexpr (Finite) probe = plus_zero_times(probe, words[i]);
     }
     const bool finite = (probe & 0x7fff7fffu) == 0;
     if (!finite) {
@@ -104,11 +117,9 @@ struct Matrix<__nv_bfloat16, Rows, Columns> {
       for (int i = 0; i < Count / 2; ++i) words[i] = 0;
     }
     if constexpr (Count == 8) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
+      store_shared(to, words[0], words[1], words[2], words[3]);
     } else if constexpr (Count == 4) {
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+      store_shared(to, words[0], words[1]);
     } else {
       static_assert(Count == 2, "2, 4 or 8 elements");
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(words[0]) : "memory");

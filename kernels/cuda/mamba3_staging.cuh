@@ -66,11 +66,11 @@ struct GivenSchedule {
   float adt[Tokens], dt[Tokens + 1], trap[Tokens + 1];
 };
 
-// Copies it beside the threads. `left`: tokens that there are from the arrays' beginning on.
+// Copies it beside the threads. By threads 0 to Tokens; `left`: tokens that there are from the
+// arrays' beginning on.
 template <int Tokens>
 __device__ __forceinline__ void fetch_schedule(GivenSchedule<Tokens>& to, const float* adt, const float* dt,
-                                               const float* trap, int left) {
-  const int c = threadIdx.x;
+                                               const float* trap, int left, int c) {
   if (c <= Tokens && c < left) {
     if (c < Tokens) copy_ahead<4>(shared_address(&to.adt[c]), adt + c);
     copy_ahead<4>(shared_address(&to.dt[c]), dt + c);
@@ -160,7 +160,7 @@ struct PhaseWalk {
   float angles[kSpan];    // of the first set, on the way
 
   static __device__ __forceinline__ int pair(int set) {
-    return set * (Threads / 4) + threadIdx.x / 32 * 8 + threadIdx.x % 8;
+    return set * (Threads / 4) + threadIdx.x % Threads / 32 * 8 + threadIdx.x % 8;
   }
 
   // From the phases of an earlier part, which lie where `lost` will.
@@ -205,6 +205,35 @@ struct PhaseWalk {
       if (threadIdx.x % 32 < 8 && pair(set) < S::kPairs) lost[pair(set)] = 0;
     }
     __syncwarp();
+  }
+
+  // Past an earlier part, by its phases and which of them are lost.
+  __device__ void skip(const unsigned* phases, const unsigned* were_lost, unsigned* lost) {
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if (pair(set) >= S::kPairs) continue;
+      phase[set] += phases[pair(set)];
+      if (threadIdx.x % 32 < 8) lost[pair(set)] |= were_lost[pair(set)];
+    }
+    __syncwarp();
+  }
+
+  // The angles reached, [pairs]; those that are lost make the keys [rank][state] NaN as well.
+  __device__ void write(float* angles, float* keys, const unsigned* lost) const {
+    if (threadIdx.x % 32 >= 8) return;
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if (pair(set) >= S::kPairs) continue;
+      float angle = radians_of_phase(phase[set]);
+      if (lost[pair(set)]) {
+        angle = __int_as_float(0x7fffffff);
+        for (int rank = 0; rank < S::kRank; ++rank) {
+          float* key = keys + rank * S::kState + (S::kHalf ? pair(set) : 2 * pair(set));
+          key[0] = key[S::kHalf ? S::kState / 2 : 1] = angle;
+        }
+      }
+      angles[pair(set)] = angle;
+    }
   }
 
   static __device__ __forceinline__ void load(float (&to)[kSpan], const float* angles, int count, int set) {
@@ -345,6 +374,9 @@ struct Unit {
     float sine[4], cosine[4];
     load_values(sine, table.sine + at);
     load_values(cosine, table.cosine + at);
+    rotate_by(sine, cosine);
+  }
+  __device__ __forceinline__ void rotate_by(const float (&sine)[4], const float (&cosine)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (S::kHalf) {
@@ -558,6 +590,13 @@ struct ValuesAhead {
 // Brings the line at an address towards the L2 cache.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+template <int Bytes>
+__device__ void clear(unsigned char* memory, int threads) {
+  static_assert(Bytes % 16 == 0, "whole pieces");
+  for (int i = threadIdx.x * 16; i < Bytes; i += threads * 16)
+    *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
 }
 
 }  // namespace jax_ssd
