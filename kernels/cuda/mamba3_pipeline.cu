@@ -726,9 +726,11 @@ __global__ void __launch_bounds__(512, 1)
 
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const long long end = block.head() * (segments - 1) + at.segment;
+  // Registers go from scores to those who hold biases.
   if (role == 0) {
     block.walk_state(y, ends + end * (S::kHeadDim * S::kState), decays + end);
   } else if (role == 1) {
+    give_registers<112>();
     if constexpr (Ends) {
       __syncthreads();
       while (block.works()) block.pass();
@@ -736,8 +738,10 @@ __global__ void __launch_bounds__(512, 1)
       block.make_output(O::kSkip ? D[parameters] : 0.0f, norm_eps);
     }
   } else if (role == 2) {
+    take_registers<136>();
     block.stage_queries();
   } else {
+    take_registers<136>();
     block.stage_keys(phases + 2 * end * S::kPairs);
   }
 }
