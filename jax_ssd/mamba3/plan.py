@@ -186,9 +186,11 @@ def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
     p = problem
     rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 64 * 4
     table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
-    words = (table, table, *[weights] * 4, given, given, (1 if ends else 3) * p.rank * p.head_dim, p.pairs)
-    words += (tokens,) * 4
-    return 2 * (rows + values + (0 if ends else 2 * rows + out)) + sum(_up(4 * count, 16) for count in words)
+    parameters = (1 if ends else 3) * p.rank * p.head_dim + 64
+    words = (table, table, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
+    if not ends and p.rank > 1:
+        words += (tokens * tokens,) * 2
+    return 2 * (rows + values + (0 if ends else 2 * rows + values + out)) + sum(_up(4 * count, 16) for count in words)
 
 
 class _Forward:

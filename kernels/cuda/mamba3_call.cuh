@@ -28,6 +28,11 @@ struct Place {
   int row, head, segment;
   int sequence, first, end;  // the sequence's number and tokens
 
+  // Which of the [batch][sequences][heads] states.
+  __device__ long long state(int sequences, int heads) const {
+    return ((long long)row * sequences + sequence) * heads + head;
+  }
+
   // Where sequence j begins; the bounds of a row begin at `bounds`. Only those between two sequences are read.
   static __device__ int start_of(int j, const int* bounds, int sequences, int seq) {
     return j == 0 ? 0 : j == sequences ? seq : min(max(bounds[j], 0), seq);

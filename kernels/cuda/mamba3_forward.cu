@@ -11,6 +11,7 @@
 // where a masked zero would spread it to earlier tokens, and its token's weights become NaN instead.
 
 #include "mamba3_output.cuh"
+#include "mamba3_pairs.cuh"
 #include "mamba3_state.cuh"
 
 namespace jax_ssd {
@@ -57,6 +58,7 @@ struct Walk {
                                                       const typename H::Rows& keys,
                                                       const typename H::Weights& weights) {
     using Multiply = Product<Value, T::kPasses>;
+    using Pairs = PairWeights<S, T::kRows, T::kTokens>;
     const int warp = threadIdx.x / 32;
     const int row = warp % H::kTiles * 16, column = warp / H::kTiles * H::kHeld;
     const float decay = weights.from_start[T::kTokens - 1];
@@ -65,7 +67,7 @@ struct Walk {
 #pragma unroll
     for (int depth = 0; depth < T::kRows; depth += Multiply::kDepth) {
       typename Multiply::A a = Multiply::a_transposed(values, depth, row);
-      Multiply::scale(a, [&](int i) { return pair_of_rows(weights.kept, depth + i); });
+      Multiply::scale(a, [&](int i) { return Pairs::pair_of_rows(weights.kept, depth + i); });
 #pragma unroll
       for (int n = 0; n < H::kHeld; n += 16) {
         if (H::kHeld * H::kParts != H::kState && column + n >= H::kState) continue;
@@ -75,11 +77,6 @@ struct Walk {
         Multiply::add(s, n / 2 + 4, a, b[1]);
       }
     }
-  }
-
-  static __device__ __forceinline__ int token_of(int row) {
-    const int token = row / S::kRank;
-    return S::kRank * T::kTokens == T::kRows ? token : min(token, T::kTokens - 1);  // rows beyond are zero
   }
 
   // The state as an operand.
@@ -93,36 +90,6 @@ struct Walk {
       const float pair[2] = {s[i], s[i + 1]};
       H::States::template store<false>(states.address(p, n), pair);
     }
-  }
-
-  // Of an array over tokens, the elements of two neighbouring rows, the first one even.
-  static __device__ __forceinline__ float2 pair_of_rows(const float* of_tokens, int row) {
-    const float first = of_tokens[token_of(row)];
-    return make_float2(first, S::kRank % 2 == 0 ? first : of_tokens[token_of(row + 1)]);
-  }
-
-  // Where ranks divide the columns of an accumulator, the weights of all pairs of tokens are made once and shared by
-  // their ranks. A thread's are neighbours: [later token][which tokens of 8 columns][block of 8 columns].
-  static constexpr bool kShared = S::kRank > 1 && 8 % S::kRank == 0;
-  static constexpr int kBlocks = T::kRows / 8;
-
-  static __device__ __forceinline__ void make_pairs(float* pairs, const typename H::Weights& weights) {
-    constexpr int kRow = T::kRows / S::kRank, kSize = T::kTokens * kRow;
-    const int thread = thread_here();
-#pragma unroll
-    for (int start = 0; start < kSize; start += kThreads) {
-      const int i = start + thread;
-      if (kSize % kThreads != 0 && i >= kSize) break;
-      const int late = i / kRow, early = i % kBlocks * (8 / S::kRank) + i % kRow / kBlocks;
-      pairs[i] = late >= early ? pair_weight(weights, late, early) : 0.0f;
-    }
-  }
-
-  // Of the later token's output with the earlier one's, or its own, key.
-  static __device__ __forceinline__ float pair_weight(const typename H::Weights& weights, int late, int early) {
-    float exponent = weights.sum[late] - weights.sum[early];
-    if constexpr (S::kExact) exponent += weights.rest[late] - weights.rest[early];
-    return late == early ? weights.gamma[late] : exp2_of<S::kExact>(exponent) * weights.f[early];
   }
 
   // Whether the columns of a block of 16 are all of later tokens than the rows of another.
@@ -206,8 +173,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   float s[H::kSizeState];
   const float* begin = nullptr;
   if (t == at.first) {
-    begin = begin_angles<S, O>(in, at, sequences);
-    begin_state<S, H, O>(s, in, at, sequences, schedule + t, weights_v);
+    begin = begin_angles<S, O>(in, at.state(sequences, S::kHeads));
+    begin_state<S, H, O>(s, in, at.state(sequences, S::kHeads), schedule + t, weights_v);
   } else {
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
@@ -271,15 +238,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   const long long to = ((long long)at.row * S::kHeads + at.head) * (segments - 1) + at.segment;
   Part<S, H>().each([&](int i, int p, int n) { ends[(to * S::kHeadDim + p) * S::kState + n] = s[i]; });
   if (threadIdx.x == 0) decays[to] = exp2_of<S::kExact>(static_cast<float>(decay));
-  if (threadIdx.x % 32 < 8) {
-#pragma unroll
-    for (int set = 0; set < walk.kSets; ++set) {
-      const int pair = walk.pair(set);
-      if (pair >= S::kPairs) continue;
-      phases[2 * to * S::kPairs + pair] = walk.phase[set];
-      phases[(2 * to + 1) * S::kPairs + pair] = lost[pair];
-    }
-  }
+  walk.write_phases(phases + 2 * to * S::kPairs, lost);
 }
 
 // Shared memory of `mamba3_forward`. What the tokens give lies where the state was.
@@ -296,7 +255,7 @@ struct ForwardMemory {
                        kPhases = kParameters + padded((3 * S::kRank + 1) * S::kHeadDim * 4, 16),
                        kBad = kPhases + padded(S::kPairs * 4, 16), kSquares = kBad + padded(T::kTokens * 4, 16),
                        kPairs = kSquares + 2 * T::kRows * 4,
-                       kBytes = kPairs + (S::kRank > 1 ? padded(T::kTokens * (T::kRows / S::kRank) * 4, 16) : 0);
+                       kBytes = kPairs + PairWeights<S, T::kRows, T::kTokens>::kBytes;
 };
 
 // One block for each row, segment and head, heads fastest: those of a group read the same keys and queries.
@@ -315,6 +274,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   using W = Walk<S, T, O>;
   using Memory = ForwardMemory<S, T>;
   using Multiply = Product<Value, T::kPasses>;
+  using Pairs = PairWeights<S, T::kRows, T::kTokens>;
   using Pair = decltype(pair_type(Value()));
   constexpr int kThreads = H::kThreads;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -432,13 +392,13 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   while (true) {
     bool found = false;
     if (t == at.first) {
-      begin_state<S, H, O>(s, in, at, sequences, schedule + t, weights_v);
-      found = !walk.begin(begin_angles<S, O>(in, at, sequences), lost);
+      begin_state<S, H, O>(s, in, at.state(sequences, S::kHeads), schedule + t, weights_v);
+      found = !walk.begin(begin_angles<S, O>(in, at.state(sequences, S::kHeads)), lost);
       if (found) bad[0] = 1;
     }
     const bool last = t + count == at.end;
     const long long token = (long long)at.row * seq + t;
-    const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
+    const long long state = at.state(sequences, S::kHeads);
 
     // What the products need.
     if (threadIdx.x >= kThreads - 32) make_schedule<S::kExact>(weights, given, count, !last);
@@ -446,7 +406,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     W::store_state(states, s);
-    if constexpr (W::kShared) W::make_pairs(pairs, weights);
+    Pairs::template make<kThreads>(pairs, weights);
     wait_for_copies();
     found |=
         Keys::rotate(table, q_bias + parameters * (S::kRank * S::kState), k_bias + parameters * (S::kRank * S::kState),
@@ -455,10 +415,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
       walk.lose(angles_at(t), dt + schedule + t, count, lost);
-      if constexpr (W::kShared) {
-        W::make_pairs(pairs, weights);
-        __syncthreads();
-      }
+      Pairs::template make<kThreads>(pairs, weights);
+      __syncthreads();
     }
 
     // The next chunk, whose inputs are on their way from here on.
@@ -473,45 +431,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     // Rows of the scores and of the output that this thread holds.
     const int thread = thread_here(), warp = thread / 32 % 4, lane = thread % 32, team = thread / 128;
     const int row = warp * 16 + lane / 4;
-    const int early = W::token_of(row), late = W::token_of(row + 8);
+    const int early = Pairs::token_of(row), late = Pairs::token_of(row + 8);
     float m[H::kSizeScores], o[H::kSizeOut];
-    // Scores to weighted scores, zero for later tokens, with the skip on the diagonal.
-    const auto weigh = [&]() {
-      if constexpr (W::kShared) {
-        constexpr int kRow = T::kRows / S::kRank;
-        const float* up = pairs + early * kRow + lane % 4 * 2 / S::kRank * W::kBlocks;
-        const float* low = up + (late - early) * kRow;
-#pragma unroll
-        for (int block = 0; block < W::kBlocks; block += 2) {
-          const float2 x = *reinterpret_cast<const float2*>(up + block);
-          const float2 y = *reinterpret_cast<const float2*>(low + block);
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            m[4 * block + e] *= x.x, m[4 * block + 2 + e] *= y.x;
-            m[4 * block + 4 + e] *= x.y, m[4 * block + 6 + e] *= y.y;
-          }
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < H::kSizeScores; i += 4) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int c = W::token_of(i * 2 + lane % 4 * 2 + e);
-            const float up = early >= c ? W::pair_weight(weights, early, c) : 0.0f;
-            const float low = late >= c ? W::pair_weight(weights, late, c) : 0.0f;
-            m[i + e] *= up;
-            m[i + 2 + e] *= low;
-          }
-        }
-      }
-      if constexpr (O::kSkip) {
-        const float even = lane / 4 == lane % 4 * 2 ? skip : 0.0f, odd = lane / 4 == lane % 4 * 2 + 1 ? skip : 0.0f;
-#pragma unroll
-        for (int i = 0; i < H::kSizeScores; i += 8) {
-          if (i / 8 == warp) m[i] += even, m[i + 1] += odd, m[i + 6] += even, m[i + 7] += odd;
-        }
-      }
-    };
     const auto decay_rows = [&]() {
       const float up = weights.from_start[early], low = weights.from_start[late];
 #pragma unroll
@@ -543,7 +464,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
           Multiply::add(o, p / 2 + 4, a, b[1]);
         }
       }
-      weigh();
+      Pairs::weigh(m, pairs, weights, row);
+      if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
       decay_rows();
 #pragma unroll
       for (int j = 0; j < T::kRows; j += Multiply::kDepth) {

@@ -1,15 +1,18 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
-// mamba3_forward.cu. A block walks the chunks of a head; four warpgroups work on neighbouring chunks at the same time
-// and meet once per chunk, at a barrier:
-//   state    walks the state over the chunk; gates and folds the output of the chunk before
-//   scores   multiplies the chunk's queries with keys and state, weighted scores with values
-//   queries  rotates queries and expands values of the next chunk; makes the schedule of the chunk after that
-//   keys     rotates keys of the next chunk; makes the rotations of the chunk after that
-// What one hands to another lies in shared memory twice (schedules four times), turn by turn. To the ends of segments
-// the same block walks without queries and scores.
+// mamba3_forward.cu. A block of four warpgroups walks the chunks of a head. In a turn, all of its threads gate and fold
+// the output of the chunk before, rotate keys and queries and expand values of the next chunk, and make the rotations
+// of the chunk after that, while the tensor cores work on the present chunk for
+//   warpgroups 0, 1   the state after it, half of the columns each: S = exp(a_last) S + (kept V)' K
+//   warpgroup 2       its scores, which are then weighted and multiplied with the values
+//   warpgroup 3       the part of its output that comes from the state
+// All warps run the same code except for those products, as the instruction caches demand: four programs, one for each
+// warpgroup, waited for instructions half of the time. Turns meet at one barrier. What lives from turn to turn lies in
+// shared memory twice, schedules four times. To the ends of segments the same block walks without queries and output,
+// and all of its warpgroups have a part of the state.
 
 #include "async_copy.cuh"
 #include "mamba3_output.cuh"
+#include "mamba3_pairs.cuh"
 #include "mamba3_state.cuh"
 #include "wgmma.cuh"
 
@@ -18,137 +21,64 @@ namespace jax_ssd {
 // Tokens in a row that are worked on at once, and the sequence they belong to. None: count is 0.
 struct Chunk {
   int t, count;
-  Place at;
+  int sequence, first, end;
 
-  __device__ bool begins() const { return count > 0 && t == at.first; }
-  __device__ bool ends() const { return count > 0 && t + count == at.end; }
+  __device__ bool begins() const { return count > 0 && t == first; }
+  __device__ bool ends() const { return count > 0 && t + count == end; }
 };
 
-// Keys or queries of a chunk, staged by a warpgroup. Eight lanes have a row: a unit (see `Unit`) each and those 8 and
-// 16 further, of which First to First + Count - 1 are staged here. A thread has four neighbouring rows, so that biases
-// stay in its registers and a token's sines and cosines are read once for all ranks.
-template <class S, int Tokens, int First, int Count, bool Keys, class M>
-struct RowStage {
-  static constexpr int kOwn = 4, kRanks = S::kRank < kOwn ? S::kRank : kOwn;  // rows, and ranks of one token in them
-  static constexpr int kRow = S::kGroups * S::kState;                         // from row to row in memory
-  // A unit's columns: all are neighbours, or two halves are.
-  static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
-  Unit<S> bias[kRanks][Count];
-  unsigned raw[kOwn][Count][4];
+// The chunks of a block that are worked on in a turn, by age.
+template <int Tokens, bool Packed>
+struct Chunks {
+  int seq, start, limit, turn;  // the block's tokens are those from start to limit
 
-  static __device__ __forceinline__ int first_row(int thread) { return thread % 128 / 8 * kOwn; }
-  // Of a part of unit i, counted from those of unit 0, which are at kWidth columns per lane.
-  static __device__ constexpr int column(int i, int part) { return 8 * kWidth * (First + i) + part * (S::kState / 2); }
-
-  // from: [rank][state] of the head.
-  __device__ __forceinline__ void load_bias(const float* from) {
-#pragma unroll
-    for (int r = 0; r < kRanks; ++r) {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) {
-        const int rank = (first_row(threadIdx.x) + r) % S::kRank;
-        bias[r][i] = Unit<S>(from + rank * S::kState, threadIdx.x % 8 + 8 * (First + i));
-      }
-    }
+  __device__ Chunks(const int*, int, int seq, const Place&, int start, int limit)
+      : seq(seq), start(start), limit(limit), turn(0) {}
+  __device__ __forceinline__ Chunk of_turn(int turn) const {
+    const int t = start + turn * Tokens;
+    return {t, turn < 0 ? 0 : max(0, min(Tokens, limit - t)), 0, 0, seq};
   }
-  // from: [token][rank][groups][state], at the chunk's first token and the head's group.
-  __device__ __forceinline__ void load(const __nv_bfloat16* from, int count) {
-    const int thread = thread_here(), row = first_row(thread);
-    from += row * kRow + thread % 8 * kWidth;
-#pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      if ((row + r) / S::kRank >= count) continue;
-#pragma unroll
-      for (int i = 0; i < Count; ++i) {
-        const __nv_bfloat16* at = from + r * kRow + column(i, 0);
-        if constexpr (S::kHalf) {
-          const uint2 low = *reinterpret_cast<const uint2*>(at);
-          const uint2 high = *reinterpret_cast<const uint2*>(at + S::kState / 2);
-          raw[r][i][0] = low.x, raw[r][i][1] = low.y, raw[r][i][2] = high.x, raw[r][i][3] = high.y;
-        } else {
-          const uint4 all = *reinterpret_cast<const uint4*>(at);
-          raw[r][i][0] = all.x, raw[r][i][1] = all.y, raw[r][i][2] = all.z, raw[r][i][3] = all.w;
-        }
-      }
-    }
-  }
-  // Rotates what was loaded. last_key: where the keys of token `last` are written in float32 too. If a key is not
-  // finite the thread's keys of the token become zero, it is marked in `bad`, and the result is true.
-  __device__ __forceinline__ bool store(const M& to, const Rotations<S, Tokens>& table, int count, int* bad, int last,
-                                        float* last_key) const {
-    const int thread = thread_here(), row = first_row(thread), lane = thread % 8;
-    const unsigned base = to.address(row, lane * kWidth);
-    bool found = false;
-#pragma unroll
-    for (int own = 0; own < kOwn; own += kRanks) {
-      const int token = (row + own) / S::kRank;
-      if (token >= count) continue;
-      unsigned probe = 0;
-#pragma unroll
-      for (int i = 0; i < Count; ++i) {
-        const int unit = lane + 8 * (First + i);
-        const bool rotated = 4 * unit < S::kPairs;
-        float sine[4], cosine[4];
-        if (rotated) {
-          const int at = Rotations<S, Tokens>::place(token, 4 * unit);
-          load_values(sine, table.sine + at);
-          load_values(cosine, table.cosine + at);
-        }
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-          Unit<S> x = bias[r][i];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            x.v[2 * e] += low_of_pair(raw[own + r][i][e]);
-            x.v[2 * e + 1] += high_of_pair(raw[own + r][i][e]);
-          }
-          if (rotated) x.rotate_by(sine, cosine);
-          if (Keys && token == last) x.write(last_key + (row + own + r) % S::kRank * S::kState, unit);
-          unsigned words[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-            if constexpr (Keys) probe = plus_zero_times(probe, words[e]);
-          }
-          write(base, own + r, i, words);
-        }
-      }
-      if (Keys && (probe & 0x7fff7fffu) != 0) {
-        const unsigned zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-#pragma unroll
-          for (int i = 0; i < Count; ++i) write(base, own + r, i, zeros);
-        }
-        bad[token] = 1;
-        found = true;
-      }
-    }
-    return found;
-  }
-
- private:
-  // Unit i of the thread's row r. Its rows begin at a multiple of four, so that bits are what the swizzle changes.
-  static __device__ __forceinline__ void write(unsigned base, int r, int i, const unsigned (&words)[4]) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int from = column(i, part);
-      const unsigned at = (base ^ (r * 16 | from % 64 * 2)) + r * 128 + from / 64 * M::kPanelBytes;
-      if constexpr (kParts == 1) {
-        store_shared(at, words[0], words[1], words[2], words[3]);
-      } else {
-        store_shared(at, words[2 * part], words[2 * part + 1]);
-      }
-    }
-  }
+  __device__ __forceinline__ Chunk later() const { return of_turn(turn); }
+  __device__ __forceinline__ Chunk after() const { return of_turn(turn - 1); }
+  __device__ __forceinline__ Chunk next() const { return of_turn(turn - 2); }
+  __device__ __forceinline__ Chunk now() const { return of_turn(turn - 3); }
+  __device__ __forceinline__ Chunk before() const { return of_turn(turn - 4); }
+  __device__ __forceinline__ bool any() const { return start + (turn - 4) * Tokens < limit; }
+  __device__ __forceinline__ void pass() { ++turn; }
 };
 
-// No units at all.
-template <class S, int Tokens, int First, bool Keys, class M>
-struct RowStage<S, Tokens, First, 0, Keys, M> {
-  __device__ void load_bias(const float*) {}
-  __device__ void load(const __nv_bfloat16*, int) {}
-  __device__ bool store(const M&, const Rotations<S, Tokens>&, int, int*, int, float*) const { return false; }
+// Chunks end with sequences.
+template <int Tokens>
+struct Chunks<Tokens, true> {
+  const int* bounds;
+  int sequences, seq, limit, turn;
+  Chunk all[5];
+  Place place;
+
+  __device__ Chunks(const int* bounds, int sequences, int seq, const Place& place, int start, int limit)
+      : bounds(bounds), sequences(sequences), seq(seq), limit(limit), turn(0), place(place) {
+#pragma unroll
+    for (int i = 1; i < 5; ++i) all[i] = Chunk{0, 0, 0, 0, 0};
+    all[0] = from(start);
+  }
+  __device__ __forceinline__ Chunk from(int t) {
+    if (t < limit && (turn == 0 || t >= place.end)) place.find(bounds, sequences, t, seq);
+    return {t, max(0, min(Tokens, min(limit, place.end) - t)), place.sequence, place.first, place.end};
+  }
+  __device__ __forceinline__ const Chunk& later() const { return all[0]; }
+  __device__ __forceinline__ const Chunk& after() const { return all[1]; }
+  __device__ __forceinline__ const Chunk& next() const { return all[2]; }
+  __device__ __forceinline__ const Chunk& now() const { return all[3]; }
+  __device__ __forceinline__ const Chunk& before() const { return all[4]; }
+  __device__ __forceinline__ bool any() const {
+    return (all[0].count | all[1].count | all[2].count | all[3].count | all[4].count) > 0;
+  }
+  __device__ __forceinline__ void pass() {
+#pragma unroll
+    for (int i = 4; i > 0; --i) all[i] = all[i - 1];
+    ++turn;
+    all[0] = from(all[1].t + all[1].count);
+  }
 };
 
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
@@ -158,24 +88,238 @@ struct PipelineShape {
   using O = O_;
   static constexpr bool kEnds = Ends;
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 512;
-  static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2, kUnits = S::kState / 64;
+  static constexpr int kHolders = Ends ? 4 : 2;  // warpgroups that walk the state
+  static constexpr int kTiles = 4, kHeld = S::kState / kHolders, kSizeState = kHeld / 2;  // see `Part`
   using Rows = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
   using States = Matrix<__nv_bfloat16, kColumns, S::kState>;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
+  using Pairs = PairWeights<S, kRows, kTokens>;
 
   static constexpr int kOut = kRows * kColumns * 4, kTable = padded(Table::kBytes, 16),
                        kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16);
-  static constexpr int kKeysAt = 0, kValuesAt = kKeysAt + 2 * Rows::kBytes, kQueriesAt = kValuesAt + 2 * Values::kBytes,
+  static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Rows::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
+                       kQueriesAt = kValuesAt + (Ends ? 0 : 2 * Values::kBytes),
                        kStatesAt = kQueriesAt + (Ends ? 0 : 2 * Rows::kBytes),
                        kOutAt = kStatesAt + (Ends ? 0 : 2 * States::kBytes), kTableAt = kOutAt + (Ends ? 0 : 2 * kOut),
-                       kWeightsAt = kTableAt + 2 * kTable, kGivenAt = kWeightsAt + 4 * kWeights,
-                       kParametersAt = kGivenAt + 2 * kGiven,
-                       kLostAt = kParametersAt + padded((Ends ? 1 : 3) * S::kRank * S::kHeadDim * 4, 16),
+                       kPairsAt = kTableAt + 2 * kTable, kWeightsAt = kPairsAt + (Ends ? 0 : 2 * Pairs::kBytes),
+                       kGivenAt = kWeightsAt + 4 * kWeights, kParametersAt = kGivenAt + 2 * kGiven,
+                       kLostAt = kParametersAt + padded((Ends ? 1 : 3) * S::kRank * S::kHeadDim * 4 + 256, 16),
                        kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
+};
+
+// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 and 16 further, of rows that are kApart from
+// each other and have the same rank, so that biases stay in its registers. Eight lanes have a row.
+template <class H>
+struct RowStage {
+  using S = typename H::S;
+  using M = typename H::Rows;
+  // To the ends of segments all threads have keys; else the second half of them has queries.
+  static constexpr int kThreads = H::kEnds ? 512 : 256, kApart = kThreads / 8, kOwn = H::kRows / kApart;
+  static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
+  // A unit's columns: all are neighbours, or two halves are.
+  static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
+  Unit<S> bias[kUnits];
+  unsigned raw[kOwn][kUnits][4];
+
+  static __device__ __forceinline__ int first_row(int thread) { return thread % kThreads / 8; }
+  // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
+  static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
+
+  // from: [rank][state] of the head.
+  __device__ __forceinline__ void load_bias(const float* from) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      bias[i] = Unit<S>(from + first_row(threadIdx.x) % S::kRank * S::kState, threadIdx.x % 8 + 8 * i);
+    }
+  }
+  // from: [token][rank][groups][state], at the chunk's first token and the head's group.
+  __device__ __forceinline__ void load(const __nv_bfloat16* from, int count) {
+    const int thread = thread_here(), row = first_row(thread);
+    from += row * kRow + thread % 8 * kWidth;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      if (row + own * kApart >= count * S::kRank) continue;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const __nv_bfloat16* at = from + own * (kApart * kRow) + column(i, 0);
+        if constexpr (S::kHalf) {
+          const uint2 low = *reinterpret_cast<const uint2*>(at);
+          const uint2 high = *reinterpret_cast<const uint2*>(at + S::kState / 2);
+          raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
+        } else {
+          const uint4 all = *reinterpret_cast<const uint4*>(at);
+          raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
+        }
+      }
+    }
+  }
+  // Rotates what was loaded. last_key: where the keys of token `last` are written in float32 too. If a key is not
+  // finite the thread's keys of the token become zero, it is marked in `bad`, and the result is true.
+  __device__ __forceinline__ bool store(const M& to, bool keys, const typename H::Table& table, int count, int* bad,
+                                        int last, float* last_key) const {
+    const int thread = thread_here(), row = first_row(thread), lane = thread % 8;
+    const unsigned base = to.address(row, lane * kWidth);
+    bool found = false;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int token = (row + own * kApart) / S::kRank;
+      if (token >= count) continue;
+      unsigned probe = 0;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const int unit = lane + 8 * i;
+        Unit<S> x = bias[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x.v[2 * e] += low_of_pair(raw[own][i][e]);
+          x.v[2 * e + 1] += high_of_pair(raw[own][i][e]);
+        }
+        if (4 * unit < S::kPairs) x.rotate_by(table, token, unit);
+        if (token == last) x.write(last_key + row % S::kRank * S::kState, unit);
+        unsigned words[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
+          probe = plus_zero_times(probe, words[e]);
+        }
+        write(base, own, i, words);
+      }
+      if (keys && (probe & 0x7fff7fffu) != 0) {
+        const unsigned zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) write(base, own, i, zeros);
+        bad[token] = 1;
+        found = true;
+      }
+    }
+    return found;
+  }
+
+ private:
+  // The swizzle does not change between rows that are a multiple of eight apart.
+  static __device__ __forceinline__ void write(unsigned base, int own, int i, const unsigned (&words)[4]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int from = column(i, part);
+      const unsigned at = (base ^ from % 64 * 2) + own * kApart * 128 + from / 64 * M::kPanelBytes;
+      if constexpr (kParts == 1) {
+        store_shared(at, words[0], words[1], words[2], words[3]);
+      } else {
+        store_shared(at, words[2 * part], words[2 * part + 1]);
+      }
+    }
+  }
+};
+
+// What a thread stages of values: eight columns of one row, a token's values expanded to a rank.
+template <class H>
+struct ValueStage {
+  using S = typename H::S;
+  static constexpr bool kWeighted = H::O::kWeighted;
+  uint4 raw;
+
+  // v: at the chunk's first token and the head. Tokens beyond the chunk are zero.
+  __device__ __forceinline__ void load(const __nv_bfloat16* v, int count) {
+    const int thread = thread_here(), token = thread / 8 / S::kRank, column = thread % 8 * 8;
+    raw = make_uint4(0, 0, 0, 0);
+    if (token < count && column < S::kHeadDim) {
+      raw = *reinterpret_cast<const uint4*>(v + token * (S::kHeads * S::kHeadDim) + column);
+    }
+  }
+  // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
+  // that are not finite become zero, and mark their token in `bad`; then the result is true.
+  __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
+                                        const float* mimo_v, const float* kept, int* bad) const {
+    const int thread = thread_here(), row = thread / 8, token = row / S::kRank, column = thread % 8 * 8;
+    const unsigned at = values.address(row, column), kept_at = at - values.base + kept_values.base;
+    float weights[8];
+    if constexpr (kWeighted) load_values(weights, mimo_v + row % S::kRank * S::kHeadDim + column);
+    const float keep = kept[token];
+    float x[8];
+    load_values(x, reinterpret_cast<const __nv_bfloat16*>(&raw));
+    unsigned words[4], kept_words[4], probe = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = kWeighted ? weights[2 * i] * x[2 * i] : x[2 * i];
+      const float high = kWeighted ? weights[2 * i + 1] * x[2 * i + 1] : x[2 * i + 1];
+      words[i] = bfloat16_pair(low, high);
+      kept_words[i] = bfloat16_pair(keep * low, keep * high);
+      probe = plus_zero_times(probe, words[i]);
+    }
+    const bool finite = (probe & 0x7fff7fffu) == 0;
+    if (!finite) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = kept_words[i] = 0;
+      bad[token] = 1;
+    }
+    if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
+    store_shared(kept_at, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
+    return !finite;
+  }
+};
+
+// What a thread gates and folds of the output: two neighbouring columns of some tokens.
+template <class H>
+struct OutputStage {
+  using S = typename H::S;
+  using O = typename H::O;
+  static constexpr int kPairs = S::kHeadDim / 2, kTogether = H::kThreads / kPairs;
+  static constexpr int kTurns = (H::kTokens + kTogether - 1) / kTogether;
+  static constexpr bool kKeeps = O::kWeighted && !O::kFolds;  // the ranks
+  unsigned gates[kTurns];
+
+  static __device__ __forceinline__ int column(int thread) { return thread % kPairs * 2; }
+  static __device__ __forceinline__ int first_token(int thread) { return thread / kPairs; }
+
+  // z: at the chunk's first token and the head.
+  __device__ __forceinline__ void load(const __nv_bfloat16* z, int count) {
+    const int thread = thread_here(), token = first_token(thread);
+    z += token * (S::kHeads * S::kHeadDim) + column(thread);
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (token < kTogether && token + i * kTogether < count) {
+        gates[i] = *reinterpret_cast<const unsigned*>(z + i * (kTogether * S::kHeads * S::kHeadDim));
+      }
+    }
+  }
+
+  // y: at the chunk's first token and the head, or its first rank. scale, opening: [rank][head_dim] by which outputs
+  // and halves of gates are multiplied. out(row, column): an element of the output.
+  template <class Out>
+  __device__ __forceinline__ void store(__nv_bfloat16* y, int count, const float* scale, const float* opening,
+                                        Out out) const {
+    const int thread = thread_here(), first = first_token(thread), c = column(thread);
+    if (first >= kTogether) return;
+    y += first * ((kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim) + c;
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (first + i * kTogether >= count) continue;
+      __nv_bfloat16* to = y + i * (kTogether * (kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim);
+      float total[2] = {0.0f, 0.0f};
+      const float gate[2] = {low_of_pair(gates[i]), high_of_pair(gates[i])};
+#pragma unroll
+      for (int rank = 0; rank < S::kRank; ++rank) {
+        const float2 o = *reinterpret_cast<const float2*>(out((first + i * kTogether) * S::kRank + rank, c));
+        const float2 by = *reinterpret_cast<const float2*>(scale + rank * S::kHeadDim + c);
+        float x[2] = {o.x * by.x, o.y * by.y};
+        if constexpr (O::kGate) {
+          const float2 opened = *reinterpret_cast<const float2*>(opening + rank * S::kHeadDim + c);
+          x[0] *= silu_of_double(gate[0] * opened.x);
+          x[1] *= silu_of_double(gate[1] * opened.y);
+        }
+        if constexpr (kKeeps) {
+          *reinterpret_cast<unsigned*>(to + rank * (S::kHeads * S::kHeadDim)) = bfloat16_pair(x[0], x[1]);
+        }
+        total[0] += x[0];
+        total[1] += x[1];
+      }
+      if constexpr (!kKeeps) *reinterpret_cast<unsigned*>(to) = bfloat16_pair(total[0], total[1]);
+    }
+  }
 };
 
 // One block.
@@ -184,19 +328,14 @@ struct Pipeline {
   using S = typename H::S;
   using O = typename H::O;
   using Value = __nv_bfloat16;
+  using Pairs = typename H::Pairs;
   static constexpr int kTokens = H::kTokens;
 
   const Arrays<S>& in;
   const FinalState& final_state;
-  const float* decays;  // of segments that have ended, beside their states and phases
-  const float* ends;
-  const unsigned* phases;
   unsigned char* memory;
-  int seq, sequences, segments, segment_tokens, limit;  // limit: the block's last token is before it
+  int seq, sequences, limit;  // limit: the block's last token is before it
   Place place;
-  int turn;
-  // By age; all warpgroups turn them alike.
-  Chunk before, now, next, after, later;
 
   template <class M>
   __device__ __forceinline__ M ring(int at, int turn) const {
@@ -209,11 +348,17 @@ struct Pipeline {
   __device__ __forceinline__ typename H::Values values(int turn) const {
     return ring<typename H::Values>(H::kValuesAt, turn);
   }
+  __device__ __forceinline__ typename H::Values kept_values(int turn) const {
+    return ring<typename H::Values>(H::kKeptAt, turn);
+  }
   __device__ __forceinline__ typename H::States states(int turn) const {
     return ring<typename H::States>(H::kStatesAt, turn);
   }
   __device__ __forceinline__ typename H::Table table(int turn) const {
     return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
+  }
+  __device__ __forceinline__ float* pairs(int turn) const {
+    return reinterpret_cast<float*>(memory + H::kPairsAt + turn % 2 * Pairs::kBytes);
   }
   __device__ __forceinline__ typename H::Weights& weights(int turn) const {
     return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
@@ -225,10 +370,10 @@ struct Pipeline {
     return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * padded(kTokens * 4, 16));
   }
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
-  // mimo_v, mimo_o, mimo_z of the head, [rank][head_dim] each.
-  __device__ __forceinline__ float* parameters(int which) const {
-    return reinterpret_cast<float*>(memory + H::kParametersAt) + which * (S::kRank * S::kHeadDim);
-  }
+  // What values, outputs and halves of gates are multiplied by, [rank][head_dim] each.
+  __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kParametersAt); }
+  __device__ __forceinline__ float* scale() const { return mimo_v() + S::kRank * S::kHeadDim; }
+  __device__ __forceinline__ float* opening() const { return scale() + S::kRank * S::kHeadDim; }
   // An element of the output in an order in which the accumulators of a warp do not meet in a bank.
   __device__ __forceinline__ float* out(int turn, int row, int column) const {
     return reinterpret_cast<float*>(memory + H::kOutAt + turn % 2 * H::kOut) + row * H::kColumns +
@@ -240,7 +385,10 @@ struct Pipeline {
   __device__ __forceinline__ long long token(int t) const { return (long long)place.row * seq + t; }
   __device__ __forceinline__ long long schedule(int t) const { return head() * seq + t; }
   __device__ __forceinline__ long long state(const Chunk& chunk) const {
-    return ((long long)place.row * sequences + chunk.at.sequence) * S::kHeads + place.head;
+    return ((long long)place.row * sequences + chunk.sequence) * S::kHeads + place.head;
+  }
+  __device__ __forceinline__ long long values_of(int t) const {
+    return (token(t) * S::kHeads + place.head) * S::kHeadDim;
   }
   __device__ __forceinline__ const Value* rows_of(const Value* all, int t) const {
     const int group = place.head / (S::kHeads / S::kGroups);
@@ -250,131 +398,30 @@ struct Pipeline {
     return in.angles + (token(t) * S::kHeads + place.head) * S::kPairs;
   }
 
-  // The chunk from token t of a sequence on.
-  __device__ __forceinline__ Chunk chunk_from(int t, Place at) const {
-    if constexpr (O::kPacked) {
-      if (t >= at.end && t < limit) at.find(bounds(), sequences, t, seq);
-    }
-    return {t, max(0, min(kTokens, min(limit, at.end) - t)), at};
-  }
-  __device__ __forceinline__ const int* bounds() const {
-    return in.cu_seqlens + (long long)place.row * (sequences + 1);
-  }
-
-  __device__ __forceinline__ bool works() const {
-    return (before.count | now.count | next.count | after.count | later.count) > 0;
-  }
-
-  // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN. `lose`: what else then is to
-  // be done.
-  template <class Lose>
-  __device__ __forceinline__ void pass(bool found, Lose lose) {
+  // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN, and all of the state after
+  // them.
+  template <class Walk>
+  __device__ __forceinline__ void pass(bool found, int turn, const Chunk& after, Walk& walk) const {
     if (__syncthreads_or(found)) {
       for (int which = turn + 1; which <= turn + 2; ++which) {
         const int c = threadIdx.x;
-        if (c < kTokens) {
+        if (c < kTokens && bad(which)[c]) {
           typename H::Weights& w = weights(which);
-          if (bad(which)[c]) w.gamma[c] = w.f[c] = w.kept[c] = __int_as_float(0x7fffffff);
+          w.gamma[c] = w.f[c] = w.kept[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
           bad(which)[c] = 0;
         }
       }
-      lose();
+      if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
+      __syncthreads();
+      if constexpr (!H::kEnds) Pairs::template make<H::kThreads>(pairs(turn + 1), weights(turn + 1));
       __syncthreads();
     }
-    before = now, now = next, next = after, after = later;
-    later = chunk_from(later.t + later.count, later.at);
-    ++turn;
-  }
-  __device__ __forceinline__ void pass() {
-    pass(false, [] {});
   }
 
-  __device__ __forceinline__ static int token_of(int row) { return row / S::kRank; }
-  // Of an array over tokens, the elements of two neighbouring rows, the first one even.
-  __device__ __forceinline__ static float2 pair_of_rows(const float* of_tokens, int row) {
-    if constexpr (S::kRank == 1) return *reinterpret_cast<const float2*>(of_tokens + row);
-    const float both = of_tokens[token_of(row)];
-    return make_float2(both, both);
-  }
-
-  // ---- state: warpgroup 0 ----
-
-  struct Gates {
-    static constexpr int kPairs = S::kHeadDim / 2, kTogether = 128 / kPairs;
-    static constexpr int kTurns = (kTokens + kTogether - 1) / kTogether;
-    unsigned pairs[kTurns];
-
-    static __device__ __forceinline__ int column() { return thread_here() % 128 % kPairs * 2; }
-    static __device__ __forceinline__ int token(int turn) { return thread_here() % 128 / kPairs + turn * kTogether; }
-    // Of columns two at a time, which neighbouring threads have. z: at the chunk's first token and the head.
-    __device__ __forceinline__ void load(const Value* z, int count) {
-      const int own = token(0);
-      z += own * (S::kHeads * S::kHeadDim) + column();
-#pragma unroll
-      for (int i = 0; i < kTurns; ++i) {
-        if (own + i * kTogether >= count) continue;
-        pairs[i] = *reinterpret_cast<const unsigned*>(z + i * (kTogether * S::kHeads * S::kHeadDim));
-      }
-    }
-  };
-
-  // Gates and folds the output of the chunk before this one.
-  __device__ __forceinline__ void write_output(Value* y, const Gates& gates, const float (&norm)[2]) const {
-    const int column = Gates::column(), own = Gates::token(0);
-    if (own >= Gates::kTogether) return;
-    float scale[S::kRank][2], opening[S::kRank][2];
-#pragma unroll
-    for (int rank = 0; rank < S::kRank; ++rank) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        scale[rank][e] = norm[e];
-        if constexpr (O::kFolds) scale[rank][e] *= parameters(1)[rank * S::kHeadDim + column + e];
-        opening[rank][e] = O::kGate && O::kWeighted ? parameters(2)[rank * S::kHeadDim + column + e] : 1.0f;
-      }
-    }
-    constexpr bool kKeeps = O::kWeighted && !O::kFolds;  // the ranks
-    y += ((token(before.t) + own) * (kKeeps ? S::kRank : 1) * S::kHeads + place.head) * S::kHeadDim + column;
-#pragma unroll
-    for (int i = 0; i < Gates::kTurns; ++i) {
-      if (own + i * Gates::kTogether >= before.count) continue;
-      Value* to = y + (long long)i * (Gates::kTogether * (kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim);
-      float total[2] = {0.0f, 0.0f};
-      const float gate[2] = {0.5f * low_of_pair(gates.pairs[i]), 0.5f * high_of_pair(gates.pairs[i])};
-#pragma unroll
-      for (int rank = 0; rank < S::kRank; ++rank) {
-        const int row = (own + i * Gates::kTogether) * S::kRank + rank;
-        const float2 pair = *reinterpret_cast<const float2*>(out(turn - 1, row, column));
-        float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
-        if constexpr (O::kGate) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) x[e] *= silu_of_double(gate[e] * opening[rank][e]);
-        }
-        if constexpr (kKeeps) {
-          *reinterpret_cast<unsigned*>(to + rank * (S::kHeads * S::kHeadDim)) = bfloat16_pair(x[0], x[1]);
-        }
-        total[0] += x[0];
-        total[1] += x[1];
-      }
-      if constexpr (!kKeeps) *reinterpret_cast<unsigned*>(to) = bfloat16_pair(total[0], total[1]);
-    }
-  }
-
-  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState]) const {
-    const typename H::States to = states(turn + 1);
-    const int thread = thread_here(), row = thread / 32 * 16 + thread % 16, column = thread % 32 / 16 * 8;
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; i += 8) {
-      unsigned words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-      store_tiles(to.address(row, column + i * 2), words);
-    }
-    fence_async_proxy();
-  }
-
-  // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
-  // lent to this warpgroup for the time.
-  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
+  // The state before the block's first token, of the segments since its sequence began, by warpgroups 0 and 1, which
+  // borrow a table for rotations of one token.
+  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState], const float* ends, const float* decays,
+                                               const unsigned* phases, int segments, int segment_tokens) const {
     const typename H::Table turns = table(0);
     unsigned sum = 0;
     const int pair = threadIdx.x, from = place.first / segment_tokens;
@@ -384,171 +431,21 @@ struct Pipeline {
         sincos_of_phase(sum, turns.sine[turns.place(0, pair)], turns.cosine[turns.place(0, pair)]);
         sum += phases[2 * of * S::kPairs + pair];
       }
-      named_barrier(1, 128);
+      named_barrier(1, 256);
       add_turned<S, H>(s, j == from ? 0.0f : decays[of], ends + of * (S::kHeadDim * S::kState), turns);
-      named_barrier(1, 128);
+      named_barrier(1, 256);
     }
   }
 
-  __device__ __forceinline__ void walk_state(Value* y, float* end_state, float* end_decay) {
-    using Multiply = Product<Value, 1>;
-    float s[H::kSizeState];
+  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::States& to) const {
+    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 16;
+    const int column = thread / 128 * H::kHeld + thread % 32 / 16 * 8;
 #pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
-    if constexpr (!H::kEnds) {
-      if (later.t != place.first) sum_segments(s);
-    }
-    Gates gates;
-    float norm[2] = {1.0f, 1.0f};
-    if constexpr (O::kNorm && !H::kEnds) {
-      const float* from = in.norm_weight + parameter_row() * S::kHeadDim + Gates::column();
-      norm[0] = from[0], norm[1] = from[1];
-    }
-    double decay = 0.0;
-    __syncthreads();  // rotations are given back
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    while (works()) {
-      // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
-      const typename H::Weights& w = weights(turn);
-      const typename H::Values v = values(turn);
-      typename Multiply::A a[4];
+    for (int i = 0; i < H::kSizeState; i += 8) {
+      unsigned words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[i] = Multiply::a_transposed(v, 16 * i, warp * 16);
-        Multiply::scale(a[i], [&](int j) { return pair_of_rows(w.kept, 16 * i + j); });
-      }
-      const float over = w.from_start[kTokens - 1];
-#pragma unroll
-      for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
-      if constexpr (H::kEnds) {
-        decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
-      }
-      const auto k_columns = column_descriptor(keys(turn).base, H::Rows::kPanelBytes);
-      pin(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kHeld>::template registers<true>(s, a[i].r, advanced(k_columns, i * 2048), true);
-      }
-      wgmma_commit();
-      if constexpr (!H::kEnds) {
-        if (before.count > 0) write_output(y, gates, norm);
-        if constexpr (O::kGate) {
-          if (now.count > 0) gates.load(in.z + (token(now.t) * S::kHeads + place.head) * S::kHeadDim, now.count);
-        }
-      }
-      wgmma_wait<0>();
-      pin(s);
-      if constexpr (H::kEnds) {
-        if (now.count > 0 && now.t + now.count == limit) {
-          Part<S, H>().each([&](int i, int p, int n) { end_state[p * S::kState + n] = s[i]; });
-          if (threadIdx.x == 0) *end_decay = exp2_of<false>(static_cast<float>(decay));
-        }
-      }
-      if constexpr (O::kFinalState && !H::kEnds) {
-        if (now.ends()) {
-          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
-          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
-        }
-      }
-      if (next.begins()) begin_state<S, H, O>(s, in, next.at, sequences, schedule(next.t), parameters(0));
-      if constexpr (!H::kEnds) {
-        if (next.count > 0) store_state(s);
-      }
-      pass();
-    }
-  }
-
-  // ---- scores: warpgroup 1 ----
-
-  __device__ __forceinline__ void make_output(float skip, float norm_eps) {
-    using Multiply = Product<Value, 1>;
-    __syncthreads();
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-    const int row = warp * 16 + lane / 4, early = token_of(row), late = token_of(row + 8);
-    while (works()) {
-      if (now.count > 0) {
-        const typename H::Weights& w = weights(turn);
-        const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
-        const auto s_rows = row_descriptor(states(turn).base);
-        const auto v_columns = column_descriptor(values(turn).base, 0);
-        float m[32], o[32];
-        wgmma_fence();
-#pragma unroll
-        for (int n = 0; n < S::kState; n += 16) {
-          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-          Wgmma<Value, 64>::shared(m, advanced(q_rows, at), advanced(k_rows, at), n > 0);
-        }
-        wgmma_commit();
-#pragma unroll
-        for (int n = 0; n < S::kState; n += 16) {
-          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-          Wgmma<Value, 64>::shared(o, advanced(q_rows, at), advanced(s_rows, at), n > 0);
-        }
-        wgmma_commit();
-        // Weights of scores: rows of earlier tokens have none, a token's own have gamma.
-        const float sum_early = w.sum[early], sum_late = w.sum[late];
-        const float own_early = w.gamma[early], own_late = w.gamma[late];
-        const auto weight = [](int of, float sum, float own, int c, float sum_c, float f_c) {
-          const float decayed = exp2_fast(of > c ? sum - sum_c : 0.0f) * f_c;
-          return of > c ? decayed : of == c ? own : 0.0f;
-        };
-        float up[8][2], low[8][2];
-#pragma unroll
-        for (int block = 0; block < 8; ++block) {
-          const int column = 8 * block + lane % 4 * 2;
-          const float2 sum = pair_of_rows(w.sum, column), f = pair_of_rows(w.f, column);
-          const int c = token_of(column);
-          up[block][0] = weight(early, sum_early, own_early, c, sum.x, f.x);
-          low[block][0] = weight(late, sum_late, own_late, c, sum.x, f.x);
-          up[block][1] = S::kRank > 1 ? up[block][0] : weight(early, sum_early, own_early, c + 1, sum.y, f.y);
-          low[block][1] = S::kRank > 1 ? low[block][0] : weight(late, sum_late, own_late, c + 1, sum.y, f.y);
-        }
-        wgmma_wait<1>();
-        pin(m);
-#pragma unroll
-        for (int block = 0; block < 8; ++block) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            m[4 * block + e] *= up[block][e];
-            m[4 * block + 2 + e] *= low[block][e];
-          }
-        }
-        if constexpr (O::kSkip) {
-          const float even = lane / 4 == lane % 4 * 2 ? skip : 0.0f, odd = lane / 4 == lane % 4 * 2 + 1 ? skip : 0.0f;
-#pragma unroll
-          for (int i = 0; i < 32; i += 8) {
-            if (i / 8 == warp) m[i] += even, m[i + 1] += odd, m[i + 6] += even, m[i + 7] += odd;
-          }
-        }
-        typename Multiply::A a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
-        const float decay_early = w.from_start[early], decay_late = w.from_start[late];
-        wgmma_wait<0>();
-        pin(o);
-#pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-          o[i] *= decay_early, o[i + 1] *= decay_early, o[i + 2] *= decay_late, o[i + 3] *= decay_late;
-        }
-        pin(o);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          Wgmma<Value, 64>::template registers<true>(o, a[i].r, advanced(v_columns, i * 2048), true);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(o);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
-#pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-          const int column = i * 2 + lane % 4 * 2;
-          *reinterpret_cast<float2*>(out(turn, row, column)) = make_float2(o[i], o[i + 1]);
-          *reinterpret_cast<float2*>(out(turn, row + 8, column)) = make_float2(o[i + 2], o[i + 3]);
-        }
-      }
-      pass();
+      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
+      store_tiles(to.address(row, column + i * 2), words);
     }
   }
 
@@ -571,99 +468,194 @@ struct Pipeline {
     for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
   }
 
-  // ---- queries: warpgroup 2 ----
+  // Output to shared memory, or back; function(element in registers, in memory).
+  template <class Function>
+  __device__ __forceinline__ void each_out(float (&o)[32], int turn, Function function) const {
+    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      function(o[i], o[i + 1], *reinterpret_cast<float2*>(out(turn, row + i / 2 % 2 * 8, i / 4 * 8 + thread % 4 * 2)));
+    }
+  }
 
-  __device__ __forceinline__ void stage_queries() {
-    // To the ends of segments it has units of keys instead: all but those that `stage_keys` has.
-    constexpr int kFirst = H::kEnds ? 1 : 0;
-    RowStage<S, kTokens, kFirst, H::kUnits - kFirst, H::kEnds, typename H::Rows> rows;
-    ValuesAhead<S, kTokens, 128, O::kWeighted> values_ahead;
-    rows.load_bias((H::kEnds ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState));
-    const int thread = threadIdx.x % 128;
+  // Starts the products of a warpgroup with operands in shared memory: of the state, in the first accumulators, or of
+  // scores or output. Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
+  __device__ __forceinline__ void start(float (&d)[32], int group, int turn) const {
+    wgmma_fence();
+    if (H::kEnds || group < H::kHolders) {
+      float (&s)[H::kSizeState] = reinterpret_cast<float (&)[H::kSizeState]>(d);
+      const auto v_columns = column_descriptor(kept_values(turn).base, 0);
+      const int column = group * H::kHeld;
+      const auto k_columns = column_descriptor(keys(turn).base + column / 64 * H::Rows::kPanelBytes + column % 64 * 2,
+                                               H::Rows::kPanelBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Wgmma<Value, H::kHeld>::template shared<true, true>(s, advanced(v_columns, i * 2048),
+                                                            advanced(k_columns, i * 2048), true);
+      }
+    } else if constexpr (!H::kEnds) {
+      const auto q_rows = row_descriptor(queries(turn).base);
+      const auto other = row_descriptor(group == 2 ? keys(turn).base : states(turn).base);
+#pragma unroll
+      for (int n = 0; n < S::kState; n += 16) {
+        const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+        Wgmma<Value, 64>::shared(d, advanced(q_rows, at), advanced(other, at), n > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // From the chunk's scores to its output, in shared memory. The part that comes from the state is there already.
+  __device__ __forceinline__ void finish_output(float (&m)[32], int turn, float skip, float norm_eps) const {
+    using Multiply = Product<Value, 1>;
+    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+    Pairs::weigh(m, pairs(turn), weights(turn), row);
+    if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
+    typename Multiply::A a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
+    named_barrier(2, 256);
+    float o[32];
+    each_out(o, turn, [](float& a, float& b, const float2& in_memory) { a = in_memory.x, b = in_memory.y; });
+    pin(o);
+    const auto v_columns = column_descriptor(values(turn).base, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template registers<true>(o, a[i].r, advanced(v_columns, i * 2048), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    if constexpr (O::kNorm) normalize(o, norm_eps);
+    each_out(o, turn, [](float a, float b, float2& in_memory) { in_memory = make_float2(a, b); });
+  }
+
+  __device__ __forceinline__ void run(int start_token, float* ends, float* decays, unsigned* phases, Value* y,
+                                      float norm_eps, int segments, int segment_tokens) const {
+    const long long parameters = parameter_row();
+    const int thread = threadIdx.x, group = __shfl_sync(~0u, thread / 128, 0);
+    const bool stages_keys = H::kEnds || group < 2;
+    const float skip = O::kSkip && !H::kEnds ? in.D[parameters] : 0.0f;
+    RowStage<H> rows;
+    rows.load_bias((stages_keys ? in.k_bias : in.q_bias) + parameters * (S::kRank * S::kState));
+    ValueStage<H> value_stage;
+    OutputStage<H> output;
+    PhaseWalk<S, kTokens, H::kThreads, 16> walk;
+    walk.begin(nullptr, lost());
+    float d[32];  // of the warpgroup's products: the state, scores, or output
+    float (&s)[H::kSizeState] = reinterpret_cast<float (&)[H::kSizeState]>(d);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) d[i] = 0.0f;
+    if (!H::kEnds && start_token != place.first) {
+      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
+        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
+      }
+      if (group < H::kHolders) sum_segments(s, ends, decays, phases, segments, segment_tokens);
+    }
+    double decay = 0.0;
     __syncthreads();
-    while (works()) {
+
+    for (Chunks<kTokens, O::kPacked> chunks(in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq,
+                                            place, start_token, limit);
+         chunks.any(); chunks.pass()) {
+      const int turn = chunks.turn;
+      const Chunk later = chunks.later(), after = chunks.after(), next = chunks.next(), now = chunks.now(),
+                  before = chunks.before();
       bool found = false;
       if (later.count > 0) {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
+      if (H::kEnds || group < H::kHolders) {
+        const typename H::Weights& w = weights(turn);
+        const float over = w.from_start[kTokens - 1];
+#pragma unroll
+        for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
+        if constexpr (H::kEnds) {
+          decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
+        }
+      }
+      pin(d);
+      start(d, group, turn);
+
+      // Beside the products.
+      if constexpr (!H::kEnds) {
+        if (before.count > 0) {
+          output.store(
+              y + (OutputStage<H>::kKeeps ? values_of(before.t) * S::kRank - (S::kRank - 1ll) * place.head * S::kHeadDim
+                                          : values_of(before.t)),
+              before.count, scale(), opening(), [&](int row, int column) { return out(turn - 1, row, column); });
+        }
+        if (O::kGate && now.count > 0) output.load(in.z + values_of(now.t), now.count);
+      }
       if (next.count > 0) {
-        found |= rows.store(H::kEnds ? keys(turn + 1) : queries(turn + 1), table(turn + 1), next.count, bad(turn + 1),
-                            -1, nullptr);
-        found |= values_ahead.store(parameters(0), next.count, values(turn + 1), bad(turn + 1));
-        fence_async_proxy();
-        if constexpr (O::kFinalState && !H::kEnds) {
-          if (next.ends()) {
-            const long long from = (token(next.t + next.count - 1) * S::kHeads + place.head) * S::kHeadDim;
-            for (int p = thread; p < S::kHeadDim; p += 128) {
-              final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[from + p]);
-            }
+        const bool ends = O::kFinalState && !H::kEnds && next.ends();
+        found |= rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1), next.count,
+                            bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
+                            O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr);
+        found |=
+            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+        if constexpr (!H::kEnds) Pairs::template make<H::kThreads>(pairs(turn + 1), weights(turn + 1));
+        if (ends) {
+          __syncthreads();  // keys have been written
+          walk.write(final_state.angle + state(next) * S::kPairs, final_state.k + state(next) * (S::kRank * S::kState),
+                     lost());
+          for (int p = thread; p < S::kHeadDim; p += H::kThreads) {
+            final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
           }
         }
       }
       if (after.count > 0) {
-        rows.load(rows_of(H::kEnds ? in.k : in.q, after.t), after.count);
-        values_ahead.load(in.v + (token(after.t) * S::kHeads + place.head) * S::kHeadDim, after.count);
-        if (thread >= 96) make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, has_next(after));
-      }
-      wait_for_copies();
-      pass(found, [] {});
-    }
-  }
-  // Whether a token of the same sequence follows a chunk.
-  static __device__ __forceinline__ bool has_next(const Chunk& chunk) { return chunk.t + chunk.count < chunk.at.end; }
-
-  // ---- keys: warpgroup 3 ----
-
-  __device__ __forceinline__ void stage_keys(unsigned* end_phases) {
-    RowStage<S, kTokens, 0, H::kEnds ? 1 : H::kUnits, true, typename H::Rows> rows;
-    PhaseWalk<S, kTokens, 128> walk;
-    rows.load_bias(in.k_bias + parameter_row() * (S::kRank * S::kState));
-    walk.begin(nullptr, lost());
-    if constexpr (!H::kEnds) {
-      for (int j = place.first / segment_tokens; later.t != place.first && j < place.segment; ++j) {
-        const unsigned* from = phases + 2 * (head() * (segments - 1) + j) * S::kPairs;
-        walk.skip(from, from + S::kPairs, lost());
-      }
-    }
-    __syncthreads();
-    while (works()) {
-      bool found = false;
-      if (next.count > 0) {
-        const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found |= rows.store(keys(turn + 1), table(turn + 1), next.count, bad(turn + 1), ends ? next.count - 1 : -1,
-                            O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr);
-        fence_async_proxy();
-        if (ends) {
-          named_barrier(2, 128);
-          walk.write(final_state.angle + state(next) * S::kPairs, final_state.k + state(next) * (S::kRank * S::kState),
-                     lost());
-        }
-      }
-      if (after.count > 0) {
-        rows.load(rows_of(in.k, after.t), after.count);
-        if (after.begins() && !walk.begin(begin_angles<S, O>(in, after.at, sequences), lost())) {
+        value_stage.load(in.v + values_of(after.t), after.count);
+        if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
           bad(turn + 2)[0] = 1;
           found = true;
         }
         found |= walk.advance(angles_of(after.t), given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
-      }
-      if (later.count > 0) walk.load(angles_of(later.t), later.count);
-      pass(found, [&] {
-        if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
-      });
-    }
-    if constexpr (H::kEnds) {
-      if (threadIdx.x % 32 < 8) {
-#pragma unroll
-        for (int set = 0; set < walk.kSets; ++set) {
-          const int pair = walk.pair(set);
-          if (pair >= S::kPairs) continue;
-          end_phases[pair] = walk.phase[set];
-          end_phases[S::kPairs + pair] = lost()[pair];
+        if (thread >= H::kThreads - 32) {
+          const bool more = after.t + after.count < after.end;
+          make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
         }
       }
+      if (later.count > 0) walk.load(angles_of(later.t), later.count);
+
+      wgmma_wait<0>();
+      pin(d);
+      if (H::kEnds || group < H::kHolders) {
+        if (H::kEnds && now.count > 0 && now.t + now.count == limit) {
+          const long long end = head() * (segments - 1) + place.segment;
+          Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
+          if (thread == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
+        }
+        if (O::kFinalState && !H::kEnds && now.ends()) {
+          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
+          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
+        }
+        if (next.begins()) {
+          begin_state<S, H, O>(s, in, state(next), schedule(next.t), in.mimo_v + parameters * (S::kRank * S::kHeadDim));
+        }
+        if (!H::kEnds && next.count > 0) store_state(s, states(turn + 1));
+      } else if constexpr (!H::kEnds) {
+        if (group == 2) {
+          finish_output(d, turn, skip, norm_eps);
+        } else {
+          const float* decays_of = weights(turn).from_start;
+          const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
+          const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
+#pragma unroll
+          for (int i = 0; i < 32; i += 4) d[i] *= up, d[i + 1] *= up, d[i + 2] *= low, d[i + 3] *= low;
+          each_out(d, turn, [](float a, float b, float2& in_memory) { in_memory = make_float2(a, b); });
+          named_barrier(2, 256);
+        }
+      }
+      fence_async_proxy();
+      if (after.count > 0) rows.load(rows_of(stages_keys ? in.k : in.q, after.t), after.count);
+      wait_for_copies();
+      pass(found, turn, after, walk);
     }
+    if constexpr (H::kEnds)
+      walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
   }
 };
 
@@ -703,47 +695,25 @@ __global__ void __launch_bounds__(512, 1)
       t = max(t, at.first);
     }
   }
-  Pipeline<H> block{in, final_state, decays, ends, phases, memory, seq, sequences, segments, segment_tokens, limit, at};
-  block.turn = 0;
-  block.before = block.now = block.next = block.after = Chunk{0, 0, at};
-  block.later = block.chunk_from(t, at);
+  const Pipeline<H> block{in, final_state, memory, seq, sequences, limit, at};
   __syncthreads();
 
   const long long parameters = block.parameter_row();
-  const auto copy = [&](int which, const float* from) {
-    for (int i = threadIdx.x; i < S::kRank * S::kHeadDim; i += H::kThreads) {
-      block.parameters(which)[i] = from[parameters * (S::kRank * S::kHeadDim) + i];
+  for (int i = threadIdx.x; i < S::kRank * S::kHeadDim; i += H::kThreads) {
+    const long long ranked = parameters * (S::kRank * S::kHeadDim) + i;
+    if constexpr (O::kWeighted) block.mimo_v()[i] = mimo_v[ranked];
+    if constexpr (!Ends) {
+      const float norm = O::kNorm ? norm_weight[parameters * S::kHeadDim + i % S::kHeadDim] : 1.0f;
+      block.scale()[i] = O::kFolds ? norm * mimo_o[ranked] : norm;
+      block.opening()[i] = O::kWeighted && O::kGate ? 0.5f * mimo_z[ranked] : 0.5f;
     }
-  };
-  if constexpr (O::kWeighted) copy(0, mimo_v);
-  if constexpr (O::kFolds && !Ends) copy(1, mimo_o);
-  if constexpr (O::kWeighted && O::kGate && !Ends) copy(2, mimo_z);
+  }
   if constexpr (O::kPacked && O::kFinalState && !Ends) {
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
-
-  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const long long end = block.head() * (segments - 1) + at.segment;
-  // Registers go from scores to those who hold biases.
-  if (role == 0) {
-    block.walk_state(y, ends + end * (S::kHeadDim * S::kState), decays + end);
-  } else if (role == 1) {
-    give_registers<112>();
-    if constexpr (Ends) {
-      __syncthreads();
-      while (block.works()) block.pass();
-    } else {
-      block.make_output(O::kSkip ? D[parameters] : 0.0f, norm_eps);
-    }
-  } else if (role == 2) {
-    take_registers<136>();
-    block.stage_queries();
-  } else {
-    take_registers<136>();
-    block.stage_keys(phases + 2 * end * S::kPairs);
-  }
+  block.run(t, ends, decays, phases, y, norm_eps, segments, segment_tokens);
 }
 
 }  // namespace jax_ssd

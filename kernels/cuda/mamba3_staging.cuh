@@ -127,7 +127,6 @@ __device__ void make_schedule(Schedule<Tokens>& to, const GivenSchedule<Tokens>&
 // in a row let threads that write for different tokens meet less often in a bank.
 template <class S, int Tokens>
 struct Rotations {
-  static constexpr int kSpan = (Tokens + 3) / 4;  // tokens of one part
   static constexpr int kPadded = padded(S::kPairs, 4), kStride = kPadded + 4;
   static constexpr int kBytes = 2 * Tokens * kStride * 4;
   float *sine, *cosine;
@@ -149,18 +148,19 @@ struct Rotations {
   }
 };
 
-// The running phases of a head: every group of 8 lanes with the same lane / 8 is a part of the chunk's tokens, every
-// warp has 8 pairs, or as many sets of them as there must be. An integer cannot be NaN: `lost`, in shared memory, is
-// nonzero for pairs that met a number that is not finite. Only the warp that has a pair reads and writes it.
-template <class S, int Tokens, int Threads>
+// The running phases of a head. Parts: of the chunk's tokens, which lanes of a warp have, 32 / Parts pairs each; there
+// are as many sets of pairs as there must be. An integer cannot be NaN: `lost`, in shared memory, is nonzero for pairs
+// that met a number that is not finite. Only the warp that has a pair reads and writes it.
+template <class S, int Tokens, int Threads, int Parts = 4>
 struct PhaseWalk {
-  static constexpr int kSpan = Rotations<S, Tokens>::kSpan;
-  static constexpr int kSets = (S::kPairs + Threads / 4 - 1) / (Threads / 4);
+  static constexpr int kSpan = (Tokens + Parts - 1) / Parts;  // tokens of one part
+  static constexpr int kPairs = 32 / Parts;                   // of a warp at a time
+  static constexpr int kSets = (S::kPairs + Threads / Parts - 1) / (Threads / Parts);
   unsigned phase[kSets];  // after the last token so far
   float angles[kSpan];    // of the first set, on the way
 
   static __device__ __forceinline__ int pair(int set) {
-    return set * (Threads / 4) + threadIdx.x % Threads / 32 * 8 + threadIdx.x % 8;
+    return set * (Threads / Parts) + threadIdx.x / 32 * kPairs + threadIdx.x % kPairs;
   }
 
   // From the phases of an earlier part, which lie where `lost` will.
@@ -190,7 +190,7 @@ struct PhaseWalk {
     for (int set = 0; set < kSets; ++set) {
       if (pair(set) >= S::kPairs) continue;
 #pragma unroll 1
-      for (int c = threadIdx.x % 32 / 8; c < count; c += 4) {
+      for (int c = threadIdx.x % 32 / kPairs; c < count; c += Parts) {
         const float angle = angles[(long long)c * (S::kHeads * S::kPairs) + pair(set)];
         if (angle != angle || !is_finite(dt[c])) lost[pair(set)] = 1;
       }
@@ -202,25 +202,36 @@ struct PhaseWalk {
     __syncwarp();
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
-      if (threadIdx.x % 32 < 8 && pair(set) < S::kPairs) lost[pair(set)] = 0;
+      if (threadIdx.x % 32 < kPairs && pair(set) < S::kPairs) lost[pair(set)] = 0;
     }
     __syncwarp();
   }
 
-  // Past an earlier part, by its phases and which of them are lost.
-  __device__ void skip(const unsigned* phases, const unsigned* were_lost, unsigned* lost) {
+  // Past an earlier part, by what `write_phases` wrote of it.
+  __device__ void skip(const unsigned* phases, unsigned* lost) {
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       if (pair(set) >= S::kPairs) continue;
       phase[set] += phases[pair(set)];
-      if (threadIdx.x % 32 < 8) lost[pair(set)] |= were_lost[pair(set)];
+      if (threadIdx.x % 32 < kPairs) lost[pair(set)] |= phases[S::kPairs + pair(set)];
     }
     __syncwarp();
   }
 
+  // The phases reached, [pairs], then which of them are lost.
+  __device__ void write_phases(unsigned* to, const unsigned* lost) const {
+    if (threadIdx.x % 32 >= kPairs) return;
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if (pair(set) >= S::kPairs) continue;
+      to[pair(set)] = phase[set];
+      to[S::kPairs + pair(set)] = lost[pair(set)];
+    }
+  }
+
   // The angles reached, [pairs]; those that are lost make the keys [rank][state] NaN as well.
   __device__ void write(float* angles, float* keys, const unsigned* lost) const {
-    if (threadIdx.x % 32 >= 8) return;
+    if (threadIdx.x % 32 >= kPairs) return;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       if (pair(set) >= S::kPairs) continue;
@@ -237,7 +248,7 @@ struct PhaseWalk {
   }
 
   static __device__ __forceinline__ void load(float (&to)[kSpan], const float* angles, int count, int set) {
-    const int part = threadIdx.x % 32 / 8;
+    const int part = threadIdx.x % 32 / kPairs;
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) {
       const int c = part * kSpan + i;
@@ -251,7 +262,7 @@ struct PhaseWalk {
   // Over the `count` tokens that `load` was given; their rotations go to the table. A token with a number that is not
   // finite is marked in `bad`, and the result is true.
   __device__ bool advance(const float* all, const float* dt, int count, const Rotations<S, Tokens>& table, int* bad) {
-    const int lane = threadIdx.x % 32, part = lane / 8;
+    const int lane = threadIdx.x % 32, part = lane / kPairs;
     bool found = false;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
@@ -278,12 +289,13 @@ struct PhaseWalk {
         }
       }
       unsigned scan = sum;
-      const unsigned one = __shfl_up_sync(~0u, scan, 8);
-      if (part >= 1) scan += one;
-      const unsigned two = __shfl_up_sync(~0u, scan, 16);
-      if (part >= 2) scan += two;
+#pragma unroll
+      for (int distance = 1; distance < Parts; distance *= 2) {
+        const unsigned earlier = __shfl_up_sync(~0u, scan, distance * kPairs);
+        if (part >= distance) scan += earlier;
+      }
       const unsigned before = phase[set] + scan - sum;
-      phase[set] += __shfl_sync(~0u, scan, 24 + lane % 8);
+      phase[set] += __shfl_sync(~0u, scan, 32 - kPairs + lane % kPairs);
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         const int c = part * kSpan + i;

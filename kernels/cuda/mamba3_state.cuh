@@ -27,14 +27,14 @@ struct Part {
   }
 };
 
-// The state that a sequence begins with, the half step that is still owed to its last key included.
+// The state that a sequence begins with, the half step that is still owed to its last key included. state: its row in
+// the arrays of states. schedule: of its first token in those.
 template <class S, class H, class O>
-__device__ void begin_state(float (&s)[H::kSizeState], const Arrays<S>& in, const Place& at, int sequences,
-                            long long schedule, const float* mimo_v) {
+__device__ void begin_state(float (&s)[H::kSizeState], const Arrays<S>& in, long long state, long long schedule,
+                            const float* mimo_v) {
 #pragma unroll
   for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
   if constexpr (O::kInitialState) {
-    const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
     const float owed = sigmoid(-in.trap[schedule]) * in.dt[schedule];
     const float* ssm = in.state_ssm + state * (S::kHeadDim * S::kState);
     const float* k = in.state_k + state * (S::kRank * S::kState);
@@ -52,9 +52,9 @@ __device__ void begin_state(float (&s)[H::kSizeState], const Arrays<S>& in, cons
 
 // The angles that a sequence begins with; null for zeros.
 template <class S, class O>
-__device__ const float* begin_angles(const Arrays<S>& in, const Place& at, int sequences) {
+__device__ const float* begin_angles(const Arrays<S>& in, long long state) {
   if constexpr (!O::kInitialState) return nullptr;
-  return in.state_angle + (((long long)at.row * sequences + at.sequence) * S::kHeads + at.head) * S::kPairs;
+  return in.state_angle + state * S::kPairs;
 }
 
 // Adds to a decayed state that of an earlier segment, turned by rotations of one token. ssm: [head_dim][state].
