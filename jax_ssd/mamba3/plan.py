@@ -184,7 +184,7 @@ def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
 def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
     """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there."""
     p = problem
-    rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 64 * 4
+    rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 72 * 4
     table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
     parameters = (1 if ends else 3) * p.rank * p.head_dim + 64
     words = (table, table, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)

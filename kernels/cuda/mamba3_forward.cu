@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     W::store_state(states, s);
-    Pairs::template make<kThreads>(pairs, weights);
+    Pairs::template make<kThreads>(pairs, weights, thread_here());
     wait_for_copies();
     found |=
         Keys::rotate(table, q_bias + parameters * (S::kRank * S::kState), k_bias + parameters * (S::kRank * S::kState),
@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
       walk.lose(angles_at(t), dt + schedule + t, count, lost);
-      Pairs::template make<kThreads>(pairs, weights);
+      Pairs::template make<kThreads>(pairs, weights, thread_here());
       __syncthreads();
     }
 

@@ -25,8 +25,7 @@ struct PairWeights {
   }
 
   template <int Threads>
-  static __device__ __forceinline__ void make(float* table, const Schedule<Tokens>& weights) {
-    const int thread = thread_here();
+  static __device__ __forceinline__ void make(float* table, const Schedule<Tokens>& weights, int thread) {
 #pragma unroll
     for (int start = 0; start < kSize; start += Threads) {
       const int i = start + thread;

@@ -1,14 +1,15 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
-// mamba3_forward.cu. A block of four warpgroups walks the chunks of a head. In a turn, all of its threads gate and fold
-// the output of the chunk before, rotate keys and queries and expand values of the next chunk, and make the rotations
-// of the chunk after that, while the tensor cores work on the present chunk for
-//   warpgroups 0, 1   the state after it, half of the columns each: S = exp(a_last) S + (kept V)' K
-//   warpgroup 2       its scores, which are then weighted and multiplied with the values
-//   warpgroup 3       the part of its output that comes from the state
-// All warps run the same code except for those products, as the instruction caches demand: four programs, one for each
-// warpgroup, waited for instructions half of the time. Turns meet at one barrier. What lives from turn to turn lies in
-// shared memory twice, schedules four times. To the ends of segments the same block walks without queries and output,
-// and all of its warpgroups have a part of the state.
+// mamba3_forward.cu. A block of four warpgroups walks the chunks of a head and works on neighbouring chunks at the same
+// time:
+//   warpgroup 0      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; gates and folds the output of the
+//                    chunk before
+//   warpgroup 1      multiplies the chunk's queries with keys and state, weighted scores with values; makes the
+//   schedule
+//                    of the second next chunk
+//   warpgroups 2, 3  rotate keys and queries and expand values of the next chunk, make the rotations of the chunk after
+//                    that. They run the same code: warps that all run programs of their own wait for instructions.
+// All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
+// To the ends of segments the same block walks without queries and output.
 
 #include "async_copy.cuh"
 #include "mamba3_output.cuh"
@@ -87,9 +88,9 @@ struct PipelineShape {
   using S = S_;
   using O = O_;
   static constexpr bool kEnds = Ends;
-  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 512;
-  static constexpr int kHolders = Ends ? 4 : 2;  // warpgroups that walk the state
-  static constexpr int kTiles = 4, kHeld = S::kState / kHolders, kSizeState = kHeld / 2;  // see `Part`
+  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
+  static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
+  static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
   using Rows = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
   using States = Matrix<__nv_bfloat16, kColumns, S::kState>;
@@ -98,7 +99,7 @@ struct PipelineShape {
   using Given = GivenSchedule<kTokens>;
   using Pairs = PairWeights<S, kRows, kTokens>;
 
-  static constexpr int kOut = kRows * kColumns * 4, kTable = padded(Table::kBytes, 16),
+  static constexpr int kOut = kRows * kOutStride * 4, kTable = padded(Table::kBytes, 16),
                        kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16);
   static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Rows::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
                        kQueriesAt = kValuesAt + (Ends ? 0 : 2 * Values::kBytes),
@@ -111,67 +112,63 @@ struct PipelineShape {
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
 
-// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 and 16 further, of rows that are kApart from
-// each other and have the same rank, so that biases stay in its registers. Eight lanes have a row.
+// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
+// other and have the same rank, so that biases stay in its registers. Eight lanes have a row.
 template <class H>
 struct RowStage {
   using S = typename H::S;
   using M = typename H::Rows;
-  // To the ends of segments all threads have keys; else the second half of them has queries.
-  static constexpr int kThreads = H::kEnds ? 512 : 256, kApart = kThreads / 8, kOwn = H::kRows / kApart;
+  // To the ends of segments all stagers have keys; else half of them have queries.
+  static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
+  static constexpr int kApart = kThreads / 8, kOwn = H::kRows / kApart;
   static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
   Unit<S> bias[kUnits];
   unsigned raw[kOwn][kUnits][4];
 
-  static __device__ __forceinline__ int first_row(int thread) { return thread % kThreads / 8; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % kThreads / 8; }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 8; }
   // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
   static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
 
   // from: [rank][state] of the head.
   __device__ __forceinline__ void load_bias(const float* from) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      bias[i] = Unit<S>(from + first_row(threadIdx.x) % S::kRank * S::kState, threadIdx.x % 8 + 8 * i);
-    }
+    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(from + first_row() % S::kRank * S::kState, lane() + 8 * i);
   }
-  // from: [token][rank][groups][state], at the chunk's first token and the head's group.
+  // from: [token][rank][groups][state], at the chunk's first token and the head's group. Rows beyond the chunk are
+  // zero.
   __device__ __forceinline__ void load(const __nv_bfloat16* from, int count) {
-    const int thread = thread_here(), row = first_row(thread);
-    from += row * kRow + thread % 8 * kWidth;
+    from += first_row() * kRow + lane() * kWidth;
+    if (count == H::kTokens) {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      if (row + own * kApart >= count * S::kRank) continue;
+      for (int own = 0; own < kOwn; ++own) load_row(own, from + own * (kApart * kRow));
+    } else {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const __nv_bfloat16* at = from + own * (kApart * kRow) + column(i, 0);
-        if constexpr (S::kHalf) {
-          const uint2 low = *reinterpret_cast<const uint2*>(at);
-          const uint2 high = *reinterpret_cast<const uint2*>(at + S::kState / 2);
-          raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
+      for (int own = 0; own < kOwn; ++own) {
+        if (first_row() + own * kApart < count * S::kRank) {
+          load_row(own, from + own * (kApart * kRow));
         } else {
-          const uint4 all = *reinterpret_cast<const uint4*>(at);
-          raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
+#pragma unroll
+          for (int i = 0; i < kUnits * 4; ++i) raw[own][i / 4][i % 4] = 0;
         }
       }
     }
   }
-  // Rotates what was loaded. last_key: where the keys of token `last` are written in float32 too. If a key is not
-  // finite the thread's keys of the token become zero, it is marked in `bad`, and the result is true.
-  __device__ __forceinline__ bool store(const M& to, bool keys, const typename H::Table& table, int count, int* bad,
-                                        int last, float* last_key) const {
-    const int thread = thread_here(), row = first_row(thread), lane = thread % 8;
-    const unsigned base = to.address(row, lane * kWidth);
-    bool found = false;
+  // Rotates what was loaded. last_key: where the keys of token `last` are written in float32 too. If one of the keys is
+  // not finite, the thread's of its token become zero, it is marked in `bad`, and the result is true.
+  __device__ __forceinline__ bool store(const M& to, bool keys, const typename H::Table& table, int* bad, int last,
+                                        float* last_key) const {
+    const unsigned base = to.address(first_row(), lane() * kWidth);
+    unsigned probe[kOwn], found = 0;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      const int token = (row + own * kApart) / S::kRank;
-      if (token >= count) continue;
-      unsigned probe = 0;
+      const int token = (first_row() + own * kApart) / S::kRank;
+      probe[own] = 0;
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
-        const int unit = lane + 8 * i;
+        const int unit = lane() + 8 * i;
         Unit<S> x = bias[i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -179,27 +176,44 @@ struct RowStage {
           x.v[2 * e + 1] += high_of_pair(raw[own][i][e]);
         }
         if (4 * unit < S::kPairs) x.rotate_by(table, token, unit);
-        if (token == last) x.write(last_key + row % S::kRank * S::kState, unit);
+        if (token == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
         unsigned words[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-          probe = plus_zero_times(probe, words[e]);
+          probe[own] = plus_zero_times(probe[own], words[e]);
         }
         write(base, own, i, words);
       }
-      if (keys && (probe & 0x7fff7fffu) != 0) {
-        const unsigned zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) write(base, own, i, zeros);
-        bad[token] = 1;
-        found = true;
-      }
+      found |= probe[own] & 0x7fff7fffu;
     }
-    return found;
+    if (!keys || found == 0) return false;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      if ((probe[own] & 0x7fff7fffu) == 0) continue;
+      const unsigned zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) write(base, own, i, zeros);
+      bad[(first_row() + own * kApart) / S::kRank] = 1;
+    }
+    return true;
   }
 
  private:
+  __device__ __forceinline__ void load_row(int own, const __nv_bfloat16* from) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const __nv_bfloat16* at = from + column(i, 0);
+      if constexpr (S::kHalf) {
+        const uint2 low = *reinterpret_cast<const uint2*>(at);
+        const uint2 high = *reinterpret_cast<const uint2*>(at + S::kState / 2);
+        raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
+      } else {
+        const uint4 all = *reinterpret_cast<const uint4*>(at);
+        raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
+      }
+    }
+  }
   // The swizzle does not change between rows that are a multiple of eight apart.
   static __device__ __forceinline__ void write(unsigned base, int own, int i, const unsigned (&words)[4]) {
 #pragma unroll
@@ -215,50 +229,62 @@ struct RowStage {
   }
 };
 
-// What a thread stages of values: eight columns of one row, a token's values expanded to a rank.
+// What a thread stages of values: eight columns of rows that are kApart from each other, tokens' values expanded to the
+// same rank.
 template <class H>
 struct ValueStage {
   using S = typename H::S;
   static constexpr bool kWeighted = H::O::kWeighted;
-  uint4 raw;
+  static constexpr int kApart = H::kStagers / 8, kOwn = H::kRows / kApart;
+  uint4 raw[kOwn];
+
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kStagers / 8; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
   // v: at the chunk's first token and the head. Tokens beyond the chunk are zero.
   __device__ __forceinline__ void load(const __nv_bfloat16* v, int count) {
-    const int thread = thread_here(), token = thread / 8 / S::kRank, column = thread % 8 * 8;
-    raw = make_uint4(0, 0, 0, 0);
-    if (token < count && column < S::kHeadDim) {
-      raw = *reinterpret_cast<const uint4*>(v + token * (S::kHeads * S::kHeadDim) + column);
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int token = (first_row() + own * kApart) / S::kRank;
+      raw[own] = make_uint4(0, 0, 0, 0);
+      if (token < count && column() < S::kHeadDim) {
+        raw[own] = *reinterpret_cast<const uint4*>(v + token * (S::kHeads * S::kHeadDim) + column());
+      }
     }
   }
   // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
   // that are not finite become zero, and mark their token in `bad`; then the result is true.
   __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
                                         const float* mimo_v, const float* kept, int* bad) const {
-    const int thread = thread_here(), row = thread / 8, token = row / S::kRank, column = thread % 8 * 8;
-    const unsigned at = values.address(row, column), kept_at = at - values.base + kept_values.base;
+    const unsigned base = values.address(first_row(), column()), apart = kept_values.base - values.base;
     float weights[8];
-    if constexpr (kWeighted) load_values(weights, mimo_v + row % S::kRank * S::kHeadDim + column);
-    const float keep = kept[token];
-    float x[8];
-    load_values(x, reinterpret_cast<const __nv_bfloat16*>(&raw));
-    unsigned words[4], kept_words[4], probe = 0;
+    if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
+    bool found = false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float low = kWeighted ? weights[2 * i] * x[2 * i] : x[2 * i];
-      const float high = kWeighted ? weights[2 * i + 1] * x[2 * i + 1] : x[2 * i + 1];
-      words[i] = bfloat16_pair(low, high);
-      kept_words[i] = bfloat16_pair(keep * low, keep * high);
-      probe = plus_zero_times(probe, words[i]);
-    }
-    const bool finite = (probe & 0x7fff7fffu) == 0;
-    if (!finite) {
+    for (int own = 0; own < kOwn; ++own) {
+      const int token = (first_row() + own * kApart) / S::kRank;
+      const float keep = kept[token];
+      const unsigned pairs[4] = {raw[own].x, raw[own].y, raw[own].z, raw[own].w};
+      unsigned words[4], kept_words[4], probe = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = kept_words[i] = 0;
-      bad[token] = 1;
+      for (int i = 0; i < 4; ++i) {
+        float low = low_of_pair(pairs[i]), high = high_of_pair(pairs[i]);
+        if constexpr (kWeighted) low *= weights[2 * i], high *= weights[2 * i + 1];
+        words[i] = kWeighted ? bfloat16_pair(low, high) : pairs[i];
+        kept_words[i] = bfloat16_pair(keep * low, keep * high);
+        probe = plus_zero_times(probe, words[i]);
+      }
+      if ((probe & 0x7fff7fffu) != 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = kept_words[i] = 0;
+        bad[token] = 1;
+        found = true;
+      }
+      const unsigned at = base + own * kApart * 128;
+      if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
+      store_shared(at + apart, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
     }
-    if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
-    store_shared(kept_at, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
-    return !finite;
+    return found;
   }
 };
 
@@ -267,18 +293,18 @@ template <class H>
 struct OutputStage {
   using S = typename H::S;
   using O = typename H::O;
-  static constexpr int kPairs = S::kHeadDim / 2, kTogether = H::kThreads / kPairs;
+  static constexpr int kPairs = S::kHeadDim / 2, kTogether = 128 / kPairs;
   static constexpr int kTurns = (H::kTokens + kTogether - 1) / kTogether;
   static constexpr bool kKeeps = O::kWeighted && !O::kFolds;  // the ranks
   unsigned gates[kTurns];
 
-  static __device__ __forceinline__ int column(int thread) { return thread % kPairs * 2; }
-  static __device__ __forceinline__ int first_token(int thread) { return thread / kPairs; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 128 % kPairs * 2; }
+  static __device__ __forceinline__ int first_token() { return threadIdx.x % 128 / kPairs; }
 
   // z: at the chunk's first token and the head.
   __device__ __forceinline__ void load(const __nv_bfloat16* z, int count) {
-    const int thread = thread_here(), token = first_token(thread);
-    z += token * (S::kHeads * S::kHeadDim) + column(thread);
+    const int token = first_token();
+    z += token * (S::kHeads * S::kHeadDim) + column();
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
       if (token < kTogether && token + i * kTogether < count) {
@@ -287,14 +313,20 @@ struct OutputStage {
     }
   }
 
-  // y: at the chunk's first token and the head, or its first rank. scale, opening: [rank][head_dim] by which outputs
-  // and halves of gates are multiplied. out(row, column): an element of the output.
-  template <class Out>
-  __device__ __forceinline__ void store(__nv_bfloat16* y, int count, const float* scale, const float* opening,
-                                        Out out) const {
-    const int thread = thread_here(), first = first_token(thread), c = column(thread);
+  // y: at the chunk's first token and the head, of its first rank if they are kept. o: [row][kOutStride]. scale,
+  // opening: [rank][head_dim] by which outputs and halves of gates are multiplied.
+  __device__ __forceinline__ void store(__nv_bfloat16* y, int count, const float* o, const float* scale,
+                                        const float* opening) const {
+    const int first = first_token(), c = column();
     if (first >= kTogether) return;
     y += first * ((kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim) + c;
+    o += first * S::kRank * H::kOutStride + c;
+    float by[S::kRank][2], opened[S::kRank][2];
+#pragma unroll
+    for (int rank = 0; rank < S::kRank; ++rank) {
+      load_pair(by[rank], scale + rank * S::kHeadDim + c);
+      if constexpr (O::kGate) load_pair(opened[rank], opening + rank * S::kHeadDim + c);
+    }
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
       if (first + i * kTogether >= count) continue;
@@ -303,13 +335,12 @@ struct OutputStage {
       const float gate[2] = {low_of_pair(gates[i]), high_of_pair(gates[i])};
 #pragma unroll
       for (int rank = 0; rank < S::kRank; ++rank) {
-        const float2 o = *reinterpret_cast<const float2*>(out((first + i * kTogether) * S::kRank + rank, c));
-        const float2 by = *reinterpret_cast<const float2*>(scale + rank * S::kHeadDim + c);
-        float x[2] = {o.x * by.x, o.y * by.y};
+        float x[2];
+        load_pair(x, o + (i * kTogether * S::kRank + rank) * H::kOutStride);
+        x[0] *= by[rank][0], x[1] *= by[rank][1];
         if constexpr (O::kGate) {
-          const float2 opened = *reinterpret_cast<const float2*>(opening + rank * S::kHeadDim + c);
-          x[0] *= silu_of_double(gate[0] * opened.x);
-          x[1] *= silu_of_double(gate[1] * opened.y);
+          x[0] *= silu_of_double(gate[0] * opened[rank][0]);
+          x[1] *= silu_of_double(gate[1] * opened[rank][1]);
         }
         if constexpr (kKeeps) {
           *reinterpret_cast<unsigned*>(to + rank * (S::kHeads * S::kHeadDim)) = bfloat16_pair(x[0], x[1]);
@@ -319,6 +350,12 @@ struct OutputStage {
       }
       if constexpr (!kKeeps) *reinterpret_cast<unsigned*>(to) = bfloat16_pair(total[0], total[1]);
     }
+  }
+
+ private:
+  static __device__ __forceinline__ void load_pair(float (&to)[2], const float* from) {
+    const float2 pair = *reinterpret_cast<const float2*>(from);
+    to[0] = pair.x, to[1] = pair.y;
   }
 };
 
@@ -333,8 +370,11 @@ struct Pipeline {
 
   const Arrays<S>& in;
   const FinalState& final_state;
+  float *ends, *decays;  // of segments: the state at the end, by what a state decays, the phases
+  unsigned* phases;
   unsigned char* memory;
-  int seq, sequences, limit;  // limit: the block's last token is before it
+  int seq, sequences, segments, segment_tokens;
+  int start, limit;  // the block's tokens are those from start to limit
   Place place;
 
   template <class M>
@@ -374,10 +414,8 @@ struct Pipeline {
   __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kParametersAt); }
   __device__ __forceinline__ float* scale() const { return mimo_v() + S::kRank * S::kHeadDim; }
   __device__ __forceinline__ float* opening() const { return scale() + S::kRank * S::kHeadDim; }
-  // An element of the output in an order in which the accumulators of a warp do not meet in a bank.
-  __device__ __forceinline__ float* out(int turn, int row, int column) const {
-    return reinterpret_cast<float*>(memory + H::kOutAt + turn % 2 * H::kOut) + row * H::kColumns +
-           (column ^ row % 4 * 8);
+  __device__ __forceinline__ float* out(int turn) const {  // [row][kOutStride]
+    return reinterpret_cast<float*>(memory + H::kOutAt + turn % 2 * H::kOut);
   }
 
   __device__ __forceinline__ long long head() const { return (long long)place.row * S::kHeads + place.head; }
@@ -398,10 +436,15 @@ struct Pipeline {
     return in.angles + (token(t) * S::kHeads + place.head) * S::kPairs;
   }
 
+  // The chunks of the block.
+  __device__ __forceinline__ Chunks<kTokens, O::kPacked> chunks() const {
+    return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
+  }
+
   // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN, and all of the state after
-  // them.
-  template <class Walk>
-  __device__ __forceinline__ void pass(bool found, int turn, const Chunk& after, Walk& walk) const {
+  // them. lose: what else then is to be done.
+  template <class Lose>
+  __device__ __forceinline__ void pass(bool found, int turn, Lose lose) const {
     if (__syncthreads_or(found)) {
       for (int which = turn + 1; which <= turn + 2; ++which) {
         const int c = threadIdx.x;
@@ -411,17 +454,17 @@ struct Pipeline {
           bad(which)[c] = 0;
         }
       }
-      if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
       __syncthreads();
-      if constexpr (!H::kEnds) Pairs::template make<H::kThreads>(pairs(turn + 1), weights(turn + 1));
+      lose();
       __syncthreads();
     }
   }
 
-  // The state before the block's first token, of the segments since its sequence began, by warpgroups 0 and 1, which
-  // borrow a table for rotations of one token.
-  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState], const float* ends, const float* decays,
-                                               const unsigned* phases, int segments, int segment_tokens) const {
+  // ---- warpgroup 0 ----
+
+  // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
+  // lent to this warpgroup for the time.
+  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
     const typename H::Table turns = table(0);
     unsigned sum = 0;
     const int pair = threadIdx.x, from = place.first / segment_tokens;
@@ -431,23 +474,84 @@ struct Pipeline {
         sincos_of_phase(sum, turns.sine[turns.place(0, pair)], turns.cosine[turns.place(0, pair)]);
         sum += phases[2 * of * S::kPairs + pair];
       }
-      named_barrier(1, 256);
+      named_barrier(1, 128);
       add_turned<S, H>(s, j == from ? 0.0f : decays[of], ends + of * (S::kHeadDim * S::kState), turns);
-      named_barrier(1, 256);
+      named_barrier(1, 128);
     }
   }
 
   __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::States& to) const {
-    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 16;
-    const int column = thread / 128 * H::kHeld + thread % 32 / 16 * 8;
+    const unsigned base = to.address(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
 #pragma unroll
     for (int i = 0; i < H::kSizeState; i += 8) {
       unsigned words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-      store_tiles(to.address(row, column + i * 2), words);
+      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::States::kPanelBytes, words);
+    }
+    fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void walk_state(Value* y) const {
+    float s[H::kSizeState];
+#pragma unroll
+    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
+    if constexpr (!H::kEnds) {
+      if (start != place.first) sum_segments(s);
+    }
+    OutputStage<H> output;
+    double decay = 0.0;
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk next = all.next(), now = all.now(), before = all.before();
+      // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
+      const typename H::Weights& w = weights(turn);
+      const float over = w.from_start[kTokens - 1];
+#pragma unroll
+      for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
+      if constexpr (H::kEnds) {
+        decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
+      }
+      const auto v_columns = column_descriptor(kept_values(turn).base, 0);
+      const auto k_columns = column_descriptor(keys(turn).base, H::Rows::kPanelBytes);
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Wgmma<Value, H::kHeld>::template shared<true, true>(s, advanced(v_columns, i * 2048),
+                                                            advanced(k_columns, i * 2048), true);
+      }
+      wgmma_commit();
+      if constexpr (!H::kEnds) {
+        if (before.count > 0) {
+          const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+          const long long at = (token(before.t) * ranks * S::kHeads + place.head) * S::kHeadDim;
+          output.store(y + at, before.count, out(turn - 1), scale(), opening());
+        }
+        if (O::kGate && now.count > 0) output.load(in.z + values_of(now.t), now.count);
+      }
+      wgmma_wait<0>();
+      pin(s);
+      if constexpr (H::kEnds) {
+        if (now.count > 0 && now.t + now.count == limit) {
+          const long long end = head() * (segments - 1) + place.segment;
+          Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
+          if (threadIdx.x == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
+        }
+      } else if constexpr (O::kFinalState) {
+        if (now.ends()) {
+          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
+          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
+        }
+      }
+      if (next.begins()) begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
+      if (!H::kEnds && next.count > 0) store_state(s, states(turn + 1));
+      pass(false, turn, [] {});
     }
   }
+
+  // ---- warpgroup 1 ----
 
   // Divides rows by their root mean square.
   static __device__ __forceinline__ void normalize(float (&o)[32], float eps) {
@@ -468,191 +572,125 @@ struct Pipeline {
     for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
   }
 
-  // Output to shared memory, or back; function(element in registers, in memory).
-  template <class Function>
-  __device__ __forceinline__ void each_out(float (&o)[32], int turn, Function function) const {
-    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      function(o[i], o[i + 1], *reinterpret_cast<float2*>(out(turn, row + i / 2 % 2 * 8, i / 4 * 8 + thread % 4 * 2)));
-    }
-  }
-
-  // Starts the products of a warpgroup with operands in shared memory: of the state, in the first accumulators, or of
-  // scores or output. Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
-  __device__ __forceinline__ void start(float (&d)[32], int group, int turn) const {
-    wgmma_fence();
-    if (H::kEnds || group < H::kHolders) {
-      float (&s)[H::kSizeState] = reinterpret_cast<float (&)[H::kSizeState]>(d);
-      const auto v_columns = column_descriptor(kept_values(turn).base, 0);
-      const int column = group * H::kHeld;
-      const auto k_columns = column_descriptor(keys(turn).base + column / 64 * H::Rows::kPanelBytes + column % 64 * 2,
-                                               H::Rows::kPanelBytes);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kHeld>::template shared<true, true>(s, advanced(v_columns, i * 2048),
-                                                            advanced(k_columns, i * 2048), true);
-      }
-    } else if constexpr (!H::kEnds) {
-      const auto q_rows = row_descriptor(queries(turn).base);
-      const auto other = row_descriptor(group == 2 ? keys(turn).base : states(turn).base);
-#pragma unroll
-      for (int n = 0; n < S::kState; n += 16) {
-        const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(d, advanced(q_rows, at), advanced(other, at), n > 0);
-      }
-    }
-    wgmma_commit();
-  }
-
-  // From the chunk's scores to its output, in shared memory. The part that comes from the state is there already.
-  __device__ __forceinline__ void finish_output(float (&m)[32], int turn, float skip, float norm_eps) const {
+  __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
     using Multiply = Product<Value, 1>;
-    const int thread = thread_here(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
-    Pairs::weigh(m, pairs(turn), weights(turn), row);
-    if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
-    typename Multiply::A a[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
-    named_barrier(2, 256);
-    float o[32];
-    each_out(o, turn, [](float& a, float& b, const float2& in_memory) { a = in_memory.x, b = in_memory.y; });
-    pin(o);
-    const auto v_columns = column_descriptor(values(turn).base, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Wgmma<Value, 64>::template registers<true>(o, a[i].r, advanced(v_columns, i * 2048), true);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(o);
-    if constexpr (O::kNorm) normalize(o, norm_eps);
-    each_out(o, turn, [](float a, float b, float2& in_memory) { in_memory = make_float2(a, b); });
-  }
-
-  __device__ __forceinline__ void run(int start_token, float* ends, float* decays, unsigned* phases, Value* y,
-                                      float norm_eps, int segments, int segment_tokens) const {
-    const long long parameters = parameter_row();
-    const int thread = threadIdx.x, group = __shfl_sync(~0u, thread / 128, 0);
-    const bool stages_keys = H::kEnds || group < 2;
-    const float skip = O::kSkip && !H::kEnds ? in.D[parameters] : 0.0f;
-    RowStage<H> rows;
-    rows.load_bias((stages_keys ? in.k_bias : in.q_bias) + parameters * (S::kRank * S::kState));
-    ValueStage<H> value_stage;
-    OutputStage<H> output;
-    PhaseWalk<S, kTokens, H::kThreads, 16> walk;
-    walk.begin(nullptr, lost());
-    float d[32];  // of the warpgroup's products: the state, scores, or output
-    float (&s)[H::kSizeState] = reinterpret_cast<float (&)[H::kSizeState]>(d);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) d[i] = 0.0f;
-    if (!H::kEnds && start_token != place.first) {
-      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
-        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
-      }
-      if (group < H::kHolders) sum_segments(s, ends, decays, phases, segments, segment_tokens);
-    }
-    double decay = 0.0;
+    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     __syncthreads();
-
-    for (Chunks<kTokens, O::kPacked> chunks(in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq,
-                                            place, start_token, limit);
-         chunks.any(); chunks.pass()) {
-      const int turn = chunks.turn;
-      const Chunk later = chunks.later(), after = chunks.after(), next = chunks.next(), now = chunks.now(),
-                  before = chunks.before();
-      bool found = false;
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk later = all.later(), after = all.after(), now = all.now();
       if (later.count > 0) {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
-      if (H::kEnds || group < H::kHolders) {
-        const typename H::Weights& w = weights(turn);
-        const float over = w.from_start[kTokens - 1];
+      if (!H::kEnds && now.count > 0) {
+        const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
+        const auto s_rows = row_descriptor(states(turn).base);
+        const auto v_columns = column_descriptor(values(turn).base, 0);
+        float m[32], o[32];
+        wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
-        if constexpr (H::kEnds) {
-          decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
+        for (int n = 0; n < S::kState; n += 16) {
+          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+          Wgmma<Value, 64>::shared(m, advanced(q_rows, at), advanced(k_rows, at), n > 0);
+        }
+        wgmma_commit();
+#pragma unroll
+        for (int n = 0; n < S::kState; n += 16) {
+          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+          Wgmma<Value, 64>::shared(o, advanced(q_rows, at), advanced(s_rows, at), n > 0);
+        }
+        wgmma_commit();
+        const float* decays_of = weights(turn).from_start;
+        const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
+        wgmma_wait<1>();
+        pin(m);
+        Pairs::weigh(m, pairs(turn), weights(turn), row);
+        if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
+        typename Multiply::A a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
+        wgmma_wait<0>();
+        pin(o);
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
+        pin(o);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          Wgmma<Value, 64>::template registers<true>(o, a[i].r, advanced(v_columns, i * 2048), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(o);
+        if constexpr (O::kNorm) normalize(o, norm_eps);
+        float* to = out(turn) + row * H::kOutStride + thread % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) {
+          *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 * H::kOutStride + i / 4 * 8) = make_float2(o[i], o[i + 1]);
         }
       }
-      pin(d);
-      start(d, group, turn);
+      if (after.count > 0 && thread < 32) {
+        const bool more = after.t + after.count < after.end;
+        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
+      }
+      wait_for_copies();
+      pass(false, turn, [] {});
+    }
+  }
 
-      // Beside the products.
-      if constexpr (!H::kEnds) {
-        if (before.count > 0) {
-          output.store(
-              y + (OutputStage<H>::kKeeps ? values_of(before.t) * S::kRank - (S::kRank - 1ll) * place.head * S::kHeadDim
-                                          : values_of(before.t)),
-              before.count, scale(), opening(), [&](int row, int column) { return out(turn - 1, row, column); });
-        }
-        if (O::kGate && now.count > 0) output.load(in.z + values_of(now.t), now.count);
+  // ---- warpgroups 2 and 3 ----
+
+  __device__ __forceinline__ void stage() const {
+    const int stager = threadIdx.x % H::kStagers;
+    const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
+    RowStage<H> rows;
+    rows.load_bias((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState));
+    ValueStage<H> value_stage;
+    PhaseWalk<S, kTokens, H::kStagers, 8> walk;
+    walk.begin(nullptr, lost());
+    if (!H::kEnds && start != place.first) {
+      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
+        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
       }
+    }
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk later = all.later(), after = all.after(), next = all.next();
+      bool found = false;
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found |= rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1), next.count,
+        found |= rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1),
                             bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
                             O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr);
         found |=
             value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
-        if constexpr (!H::kEnds) Pairs::template make<H::kThreads>(pairs(turn + 1), weights(turn + 1));
+        fence_async_proxy();
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
         if (ends) {
-          __syncthreads();  // keys have been written
+          named_barrier(2, H::kStagers);  // keys have been written
           walk.write(final_state.angle + state(next) * S::kPairs, final_state.k + state(next) * (S::kRank * S::kState),
                      lost());
-          for (int p = thread; p < S::kHeadDim; p += H::kThreads) {
+          for (int p = stager; p < S::kHeadDim; p += H::kStagers) {
             final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
           }
         }
       }
       if (after.count > 0) {
+        rows.load(rows_of(stages_keys ? in.k : in.q, after.t), after.count);
         value_stage.load(in.v + values_of(after.t), after.count);
         if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
           bad(turn + 2)[0] = 1;
           found = true;
         }
         found |= walk.advance(angles_of(after.t), given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
-        if (thread >= H::kThreads - 32) {
-          const bool more = after.t + after.count < after.end;
-          make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
-        }
       }
       if (later.count > 0) walk.load(angles_of(later.t), later.count);
-
-      wgmma_wait<0>();
-      pin(d);
-      if (H::kEnds || group < H::kHolders) {
-        if (H::kEnds && now.count > 0 && now.t + now.count == limit) {
-          const long long end = head() * (segments - 1) + place.segment;
-          Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
-          if (thread == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
-        }
-        if (O::kFinalState && !H::kEnds && now.ends()) {
-          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
-          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
-        }
-        if (next.begins()) {
-          begin_state<S, H, O>(s, in, state(next), schedule(next.t), in.mimo_v + parameters * (S::kRank * S::kHeadDim));
-        }
-        if (!H::kEnds && next.count > 0) store_state(s, states(turn + 1));
-      } else if constexpr (!H::kEnds) {
-        if (group == 2) {
-          finish_output(d, turn, skip, norm_eps);
-        } else {
-          const float* decays_of = weights(turn).from_start;
-          const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
-          const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
-#pragma unroll
-          for (int i = 0; i < 32; i += 4) d[i] *= up, d[i + 1] *= up, d[i + 2] *= low, d[i + 3] *= low;
-          each_out(d, turn, [](float a, float b, float2& in_memory) { in_memory = make_float2(a, b); });
-          named_barrier(2, 256);
-        }
-      }
-      fence_async_proxy();
-      if (after.count > 0) rows.load(rows_of(stages_keys ? in.k : in.q, after.t), after.count);
-      wait_for_copies();
-      pass(found, turn, after, walk);
+      pass(found, turn, [&] {
+        if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      });
     }
     if constexpr (H::kEnds)
       walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
@@ -695,7 +733,8 @@ __global__ void __launch_bounds__(512, 1)
       t = max(t, at.first);
     }
   }
-  const Pipeline<H> block{in, final_state, memory, seq, sequences, limit, at};
+  const Pipeline<H> block{in,        final_state, ends,           decays, phases, memory, seq,
+                          sequences, segments,    segment_tokens, t,      limit,  at};
   __syncthreads();
 
   const long long parameters = block.parameter_row();
@@ -713,7 +752,15 @@ __global__ void __launch_bounds__(512, 1)
   }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
-  block.run(t, ends, decays, phases, y, norm_eps, segments, segment_tokens);
+
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (role == 0) {
+    block.walk_state(y);
+  } else if (role == 1) {
+    block.make_output(O::kSkip && !Ends ? D[parameters] : 0.0f, norm_eps);
+  } else {
+    block.stage();
+  }
 }
 
 }  // namespace jax_ssd

@@ -160,7 +160,7 @@ struct PhaseWalk {
   float angles[kSpan];    // of the first set, on the way
 
   static __device__ __forceinline__ int pair(int set) {
-    return set * (Threads / Parts) + threadIdx.x / 32 * kPairs + threadIdx.x % kPairs;
+    return set * (Threads / Parts) + threadIdx.x % Threads / 32 * kPairs + threadIdx.x % kPairs;
   }
 
   // From the phases of an earlier part, which lie where `lost` will.
