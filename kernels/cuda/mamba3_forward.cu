@@ -179,18 +179,18 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
   }
-  PhaseWalk<S, T::kTokens, H::kThreads> walk;
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  PhaseWalk<S, T::kTokens, H::kThreads> walk(angles_at(t));
   bool found = !walk.begin(begin, lost);
   if (found) bad[0] = 1;
   __syncthreads();
   using Keys = KeyStage<S, T::kTokens, H::kThreads, false, typename H::Rows>;
   ValuesAhead<S, T::kTokens, H::kThreads, O::kWeighted> values_ahead;
   const long long group = at.head / (S::kHeads / S::kGroups);
-  const auto angles_at = [&](int t) {
-    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
-  };
   const auto load_next = [&](int t, int count) {
-    walk.load(angles_at(t), count);
+    walk.load(count);
     values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
   };
   const auto fetch_keys = [&](int t, int count) {
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   double decay = 0.0;
   while (true) {
     if (threadIdx.x >= H::kThreads - 32) make_schedule<S::kExact>(weights, given, count, t + count < at.end);
-    found |= walk.advance(angles_at(t), given.dt, count, table, bad);
+    found |= walk.advance(given.dt, count, table, bad);
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     wait_for_copies();
@@ -338,7 +338,10 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   table.template fill<kThreads>();
 
   float s[H::kSizeState];
-  PhaseWalk<S, T::kTokens, kThreads> walk;
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  PhaseWalk<S, T::kTokens, kThreads> walk(angles_at(t));
   if (t != at.first) {  // the sequence began in an earlier segment: sum those up
     const int from = at.first / segment_tokens;
 #pragma unroll
@@ -369,11 +372,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
 
   using Keys = KeyStage<S, T::kTokens, kThreads, true, typename H::Rows>;
   ValuesAhead<S, T::kTokens, kThreads, O::kWeighted> values_ahead;
-  const auto angles_at = [&](int t) {
-    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
-  };
   const auto load_next = [&](int t, int count) {
-    walk.load(angles_at(t), count);
+    walk.load(count);
     values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
   };
   const auto fetch_keys = [&](int t, int count) {
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
 
     // What the products need.
     if (threadIdx.x >= kThreads - 32) make_schedule<S::kExact>(weights, given, count, !last);
-    found |= walk.advance(angles_at(t), given.dt, count, table, bad);
+    found |= walk.advance(given.dt, count, table, bad);
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     W::store_state(states, s);
@@ -593,7 +593,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     if constexpr (O::kFinalState) {
       if (last) {
         Part<S, H>().each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
-        walk.write(final_angle + state * S::kPairs, final_k + state * (S::kRank * S::kState), lost);
+        walk.write_angles(final_angle + state * S::kPairs, lost);
+        walk.spoil_keys(final_angle + state * S::kPairs, final_k + state * (S::kRank * S::kState));
         const long long of = (token + count - 1) * S::kHeads + at.head;
         for (int p = threadIdx.x; p < S::kHeadDim; p += kThreads) {
           final_v[state * S::kHeadDim + p] = to_float(v[of * S::kHeadDim + p]);

@@ -19,6 +19,12 @@
 
 namespace jax_ssd {
 
+// `advanced` without a carry to the upper half, which has none in shared memory: half of the instructions.
+__device__ __forceinline__ unsigned long long moved(unsigned long long descriptor, unsigned bytes) {
+  const unsigned low = static_cast<unsigned>(descriptor) + (bytes >> 4);
+  return (descriptor & 0xffffffff00000000ull) | low;
+}
+
 // Tokens in a row that are worked on at once, and the sequence they belong to. None: count is 0.
 struct Chunk {
   int t, count;
@@ -113,113 +119,109 @@ struct PipelineShape {
 };
 
 // What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
-// other and have the same rank, so that biases stay in its registers. Eight lanes have a row.
+// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. The loop over rows is not
+// unrolled, or instructions would be waited for; as soon as two rows are staged, those two rounds further are loaded.
 template <class H>
 struct RowStage {
   using S = typename H::S;
   using M = typename H::Rows;
   // To the ends of segments all stagers have keys; else half of them have queries.
   static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
-  static constexpr int kApart = kThreads / 8, kOwn = H::kRows / kApart;
+  static constexpr int kApart = kThreads / 8, kRounds = H::kRows / kApart / 2;
   static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
   Unit<S> bias[kUnits];
-  unsigned raw[kOwn][kUnits][4];
+  unsigned raw[2][kUnits][4];
+  const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
   static __device__ __forceinline__ int first_row() { return threadIdx.x % kThreads / 8; }
   static __device__ __forceinline__ int lane() { return threadIdx.x % 8; }
   // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
   static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
 
-  // from: [rank][state] of the head.
-  __device__ __forceinline__ void load_bias(const float* from) {
+  // biases: [rank][state] of the head. rows: [token][rank][groups][state], at the first token and the head's group.
+  __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows) : from(rows + lane() * kWidth) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(from + first_row() % S::kRank * S::kState, lane() + 8 * i);
+    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + first_row() % S::kRank * S::kState, lane() + 8 * i);
   }
-  // from: [token][rank][groups][state], at the chunk's first token and the head's group. Rows beyond the chunk are
-  // zero.
-  __device__ __forceinline__ void load(const __nv_bfloat16* from, int count) {
-    from += first_row() * kRow + lane() * kWidth;
-    if (count == H::kTokens) {
+
+  // The first two rows of a chunk of `count` tokens, the next one that is stored.
+  __device__ __forceinline__ void begin(int count) {
 #pragma unroll
-      for (int own = 0; own < kOwn; ++own) load_row(own, from + own * (kApart * kRow));
-    } else {
-#pragma unroll
-      for (int own = 0; own < kOwn; ++own) {
-        if (first_row() + own * kApart < count * S::kRank) {
-          load_row(own, from + own * (kApart * kRow));
-        } else {
-#pragma unroll
-          for (int i = 0; i < kUnits * 4; ++i) raw[own][i / 4][i % 4] = 0;
-        }
-      }
-    }
+    for (int i = 0; i < 2; ++i) load(i, i, count);
   }
-  // Rotates what was loaded. last_key: where the keys of token `last` are written in float32 too. If one of the keys is
-  // not finite, the thread's of its token become zero, it is marked in `bad`, and the result is true.
+
+  // Rotates the rows of a chunk of `count` tokens, after which the next one can begin. last_key: where the keys of
+  // token `last` are written in float32 too. A thread's key that is not finite becomes zero and marks its token in
+  // `bad`; then the result is true.
   __device__ __forceinline__ bool store(const M& to, bool keys, const typename H::Table& table, int* bad, int last,
-                                        float* last_key) const {
+                                        float* last_key, int count) {
     const unsigned base = to.address(first_row(), lane() * kWidth);
-    unsigned probe[kOwn], found = 0;
+    bool found = false;
+#pragma unroll 1
+    for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      const int token = (first_row() + own * kApart) / S::kRank;
-      probe[own] = 0;
+      for (int j = 0; j < 2; ++j) {
+        const int own = 2 * round + j, token = (first_row() + own * kApart) / S::kRank;
+        unsigned probe = 0;
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const int unit = lane() + 8 * i;
-        Unit<S> x = bias[i];
+        for (int i = 0; i < kUnits; ++i) {
+          const int unit = lane() + 8 * i;
+          Unit<S> x = bias[i];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          x.v[2 * e] += low_of_pair(raw[own][i][e]);
-          x.v[2 * e + 1] += high_of_pair(raw[own][i][e]);
+          for (int e = 0; e < 4; ++e) {
+            x.v[2 * e] += low_of_pair(raw[j][i][e]);
+            x.v[2 * e + 1] += high_of_pair(raw[j][i][e]);
+          }
+          if (4 * unit < S::kPairs) x.rotate_by(table, token, unit);
+          if (token == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
+          unsigned words[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
+            probe = plus_zero_times(probe, words[e]);
+          }
+          write(base + own * kApart * 128, i, words);
         }
-        if (4 * unit < S::kPairs) x.rotate_by(table, token, unit);
-        if (token == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
-        unsigned words[4];
+        if (keys && (probe & 0x7fff7fffu) != 0) {
+          const unsigned zeros[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-          probe[own] = plus_zero_times(probe[own], words[e]);
+          for (int i = 0; i < kUnits; ++i) write(base + own * kApart * 128, i, zeros);
+          bad[token] = 1;
+          found = true;
         }
-        write(base, own, i, words);
+        if (kRounds > 1 && round + 1 < kRounds) {
+          load(j, own + 2, count);
+        }
       }
-      found |= probe[own] & 0x7fff7fffu;
     }
-    if (!keys || found == 0) return false;
-#pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      if ((probe[own] & 0x7fff7fffu) == 0) continue;
-      const unsigned zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) write(base, own, i, zeros);
-      bad[(first_row() + own * kApart) / S::kRank] = 1;
-    }
-    return true;
+    from += (long long)count * (S::kRank * kRow);
+    return found;
   }
 
  private:
-  __device__ __forceinline__ void load_row(int own, const __nv_bfloat16* from) {
+  // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
+  __device__ __forceinline__ void load(int j, int own, int count) {
+    const __nv_bfloat16* row = from + min(first_row() + own * kApart, count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      const __nv_bfloat16* at = from + column(i, 0);
       if constexpr (S::kHalf) {
-        const uint2 low = *reinterpret_cast<const uint2*>(at);
-        const uint2 high = *reinterpret_cast<const uint2*>(at + S::kState / 2);
-        raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
+        const uint2 low = *reinterpret_cast<const uint2*>(row + column(i, 0));
+        const uint2 high = *reinterpret_cast<const uint2*>(row + column(i, 1));
+        raw[j][i][0] = low.x, raw[j][i][1] = low.y, raw[j][i][2] = high.x, raw[j][i][3] = high.y;
       } else {
-        const uint4 all = *reinterpret_cast<const uint4*>(at);
-        raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
+        const uint4 all = *reinterpret_cast<const uint4*>(row + column(i, 0));
+        raw[j][i][0] = all.x, raw[j][i][1] = all.y, raw[j][i][2] = all.z, raw[j][i][3] = all.w;
       }
     }
   }
-  // The swizzle does not change between rows that are a multiple of eight apart.
-  static __device__ __forceinline__ void write(unsigned base, int own, int i, const unsigned (&words)[4]) {
+  // Unit i at the place of unit 0. The swizzle does not change between rows that are a multiple of eight apart.
+  static __device__ __forceinline__ void write(unsigned base, int i, const unsigned (&words)[4]) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int from = column(i, part);
-      const unsigned at = (base ^ from % 64 * 2) + own * kApart * 128 + from / 64 * M::kPanelBytes;
+      const unsigned at = (base ^ from % 64 * 2) + from / 64 * M::kPanelBytes;
       if constexpr (kParts == 1) {
         store_shared(at, words[0], words[1], words[2], words[3]);
       } else {
@@ -229,42 +231,48 @@ struct RowStage {
   }
 };
 
-// What a thread stages of values: eight columns of rows that are kApart from each other, tokens' values expanded to the
-// same rank.
+// What a thread stages of values: eight columns of two rows, tokens' values expanded to the same rank.
 template <class H>
 struct ValueStage {
   using S = typename H::S;
   static constexpr bool kWeighted = H::O::kWeighted;
-  static constexpr int kApart = H::kStagers / 8, kOwn = H::kRows / kApart;
-  uint4 raw[kOwn];
+  static constexpr int kApart = H::kStagers / 8;
+  static_assert(2 * kApart == H::kRows && kApart % S::kRank == 0, "two rows");
+  uint4 raw[2];
+  const __nv_bfloat16* from;  // of the next chunk
 
   static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kStagers / 8; }
   static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
-  // v: at the chunk's first token and the head. Tokens beyond the chunk are zero.
-  __device__ __forceinline__ void load(const __nv_bfloat16* v, int count) {
+  // v: at the first token and the head.
+  __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
+      : from(v + first_row() / S::kRank * (S::kHeads * S::kHeadDim) + column()) {}
+
+  // Tokens beyond the next chunk are zero.
+  __device__ __forceinline__ void load(int count) {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
+    for (int own = 0; own < 2; ++own) {
       const int token = (first_row() + own * kApart) / S::kRank;
       raw[own] = make_uint4(0, 0, 0, 0);
       if (token < count && column() < S::kHeadDim) {
-        raw[own] = *reinterpret_cast<const uint4*>(v + token * (S::kHeads * S::kHeadDim) + column());
+        raw[own] = *reinterpret_cast<const uint4*>(from + own * (kApart / S::kRank * S::kHeads * S::kHeadDim));
       }
     }
+    from += (long long)count * (S::kHeads * S::kHeadDim);
   }
   // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
   // that are not finite become zero, and mark their token in `bad`; then the result is true.
   __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
-                                        const float* mimo_v, const float* kept, int* bad) const {
+                                        const float* mimo_v, const float* kept, int* bad) {
     const unsigned base = values.address(first_row(), column()), apart = kept_values.base - values.base;
     float weights[8];
     if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
     bool found = false;
-#pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
+#pragma unroll 1
+    for (int own = 0; own < 2; ++own, raw[0] = raw[1]) {
       const int token = (first_row() + own * kApart) / S::kRank;
       const float keep = kept[token];
-      const unsigned pairs[4] = {raw[own].x, raw[own].y, raw[own].z, raw[own].w};
+      const unsigned pairs[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
       unsigned words[4], kept_words[4], probe = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -294,62 +302,74 @@ struct OutputStage {
   using S = typename H::S;
   using O = typename H::O;
   static constexpr int kPairs = S::kHeadDim / 2, kTogether = 128 / kPairs;
-  static constexpr int kTurns = (H::kTokens + kTogether - 1) / kTogether;
+  static constexpr int kTurns = (H::kTokens + kTogether - 1) / kTogether, kAtOnce = (kTurns + 3) / 4;
   static constexpr bool kKeeps = O::kWeighted && !O::kFolds;  // the ranks
+  static constexpr int kToken = (kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim;
   unsigned gates[kTurns];
+  const __nv_bfloat16* z;  // of the next chunk to load, and to store
+  __nv_bfloat16* y;
 
   static __device__ __forceinline__ int column() { return threadIdx.x % 128 % kPairs * 2; }
   static __device__ __forceinline__ int first_token() { return threadIdx.x % 128 / kPairs; }
 
-  // z: at the chunk's first token and the head.
-  __device__ __forceinline__ void load(const __nv_bfloat16* z, int count) {
-    const int token = first_token();
-    z += token * (S::kHeads * S::kHeadDim) + column();
+  // At the first token and the head, of its first rank if ranks are kept.
+  __device__ __forceinline__ OutputStage(const __nv_bfloat16* z, __nv_bfloat16* y)
+      : z(z + first_token() * (S::kHeads * S::kHeadDim) + column()), y(y + first_token() * kToken + column()) {}
+
+  __device__ __forceinline__ void load(int count) {
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-      if (token < kTogether && token + i * kTogether < count) {
+      if (first_token() < kTogether && first_token() + i * kTogether < count) {
         gates[i] = *reinterpret_cast<const unsigned*>(z + i * (kTogether * S::kHeads * S::kHeadDim));
       }
     }
+    z += (long long)count * (S::kHeads * S::kHeadDim);
   }
 
-  // y: at the chunk's first token and the head, of its first rank if they are kept. o: [row][kOutStride]. scale,
-  // opening: [rank][head_dim] by which outputs and halves of gates are multiplied.
-  __device__ __forceinline__ void store(__nv_bfloat16* y, int count, const float* o, const float* scale,
-                                        const float* opening) const {
-    const int first = first_token(), c = column();
-    if (first >= kTogether) return;
-    y += first * ((kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim) + c;
-    o += first * S::kRank * H::kOutStride + c;
+  // o: [row][kOutStride]. scale, opening: [rank][head_dim] by which outputs and halves of gates are multiplied.
+  __device__ __forceinline__ void store(int count, const float* o, const float* scale, const float* opening) {
+    const int c = column();
+    o += first_token() * S::kRank * H::kOutStride + c;
     float by[S::kRank][2], opened[S::kRank][2];
 #pragma unroll
     for (int rank = 0; rank < S::kRank; ++rank) {
       load_pair(by[rank], scale + rank * S::kHeadDim + c);
       if constexpr (O::kGate) load_pair(opened[rank], opening + rank * S::kHeadDim + c);
     }
+    __nv_bfloat16* to = y;
+#pragma unroll 1
+    for (int token = first_token(); token < count && first_token() < kTogether; token += kAtOnce * kTogether) {
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      if (first + i * kTogether >= count) continue;
-      __nv_bfloat16* to = y + i * (kTogether * (kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim);
-      float total[2] = {0.0f, 0.0f};
-      const float gate[2] = {low_of_pair(gates[i]), high_of_pair(gates[i])};
+      for (int i = 0; i < kAtOnce; ++i) {
+        float total[2] = {0.0f, 0.0f};
+        const float gate[2] = {low_of_pair(gates[i]), high_of_pair(gates[i])};
+        const bool is_there = kAtOnce == 1 || token + i * kTogether < count;
 #pragma unroll
-      for (int rank = 0; rank < S::kRank; ++rank) {
-        float x[2];
-        load_pair(x, o + (i * kTogether * S::kRank + rank) * H::kOutStride);
-        x[0] *= by[rank][0], x[1] *= by[rank][1];
-        if constexpr (O::kGate) {
-          x[0] *= silu_of_double(gate[0] * opened[rank][0]);
-          x[1] *= silu_of_double(gate[1] * opened[rank][1]);
+        for (int rank = 0; rank < S::kRank; ++rank) {
+          float x[2];
+          load_pair(x, o + (i * kTogether * S::kRank + rank) * H::kOutStride);
+          x[0] *= by[rank][0], x[1] *= by[rank][1];
+          if constexpr (O::kGate) {
+            x[0] *= silu_of_double(gate[0] * opened[rank][0]);
+            x[1] *= silu_of_double(gate[1] * opened[rank][1]);
+          }
+          if (kKeeps && is_there) {
+            *reinterpret_cast<unsigned*>(to + i * (kTogether * kToken) + rank * (S::kHeads * S::kHeadDim)) =
+                bfloat16_pair(x[0], x[1]);
+          }
+          total[0] += x[0];
+          total[1] += x[1];
         }
-        if constexpr (kKeeps) {
-          *reinterpret_cast<unsigned*>(to + rank * (S::kHeads * S::kHeadDim)) = bfloat16_pair(x[0], x[1]);
+        if (!kKeeps && is_there) {
+          *reinterpret_cast<unsigned*>(to + i * (kTogether * kToken)) = bfloat16_pair(total[0], total[1]);
         }
-        total[0] += x[0];
-        total[1] += x[1];
       }
-      if constexpr (!kKeeps) *reinterpret_cast<unsigned*>(to) = bfloat16_pair(total[0], total[1]);
+#pragma unroll
+      for (int i = 0; i + kAtOnce < kTurns; ++i) gates[i] = gates[i + kAtOnce];
+      o += kAtOnce * kTogether * S::kRank * H::kOutStride;
+      to += kAtOnce * kTogether * kToken;
     }
+    y += (long long)count * kToken;
   }
 
  private:
@@ -499,7 +519,8 @@ struct Pipeline {
     if constexpr (!H::kEnds) {
       if (start != place.first) sum_segments(s);
     }
-    OutputStage<H> output;
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
@@ -519,17 +540,13 @@ struct Pipeline {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kHeld>::template shared<true, true>(s, advanced(v_columns, i * 2048),
-                                                            advanced(k_columns, i * 2048), true);
+        Wgmma<Value, H::kHeld>::template shared<true, true>(s, moved(v_columns, i * 2048), moved(k_columns, i * 2048),
+                                                            true);
       }
       wgmma_commit();
       if constexpr (!H::kEnds) {
-        if (before.count > 0) {
-          const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
-          const long long at = (token(before.t) * ranks * S::kHeads + place.head) * S::kHeadDim;
-          output.store(y + at, before.count, out(turn - 1), scale(), opening());
-        }
-        if (O::kGate && now.count > 0) output.load(in.z + values_of(now.t), now.count);
+        if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
+        if (O::kGate && now.count > 0) output.load(now.count);
       }
       wgmma_wait<0>();
       pin(s);
@@ -545,7 +562,9 @@ struct Pipeline {
           Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
         }
       }
-      if (next.begins()) begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
+      if ((O::kPacked || O::kInitialState) && next.begins()) {
+        begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
+      }
       if (!H::kEnds && next.count > 0) store_state(s, states(turn + 1));
       pass(false, turn, [] {});
     }
@@ -572,82 +591,63 @@ struct Pipeline {
     for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
   }
 
-  __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
+  // Scores, and the part of the output that comes from the state.
+  __device__ __forceinline__ void start_products(float (&m)[32], float (&o)[32], int turn) const {
+    const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
+    const auto s_rows = row_descriptor(states(turn).base);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+      Wgmma<Value, 64>::shared(m, moved(q_rows, at), moved(k_rows, at), n > 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
+      Wgmma<Value, 64>::shared(o, moved(q_rows, at), moved(s_rows, at), n > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void finish_output(float (&m)[32], float (&o)[32], int turn, float skip,
+                                                float norm_eps) const {
     using Multiply = Product<Value, 1>;
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-    __syncthreads();
-    for (auto all = chunks(); all.any(); all.pass()) {
-      const int turn = all.turn;
-      const Chunk later = all.later(), after = all.after(), now = all.now();
-      if (later.count > 0) {
-        const long long from = schedule(later.t);
-        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
-      }
-      if (!H::kEnds && now.count > 0) {
-        const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
-        const auto s_rows = row_descriptor(states(turn).base);
-        const auto v_columns = column_descriptor(values(turn).base, 0);
-        float m[32], o[32];
-        wgmma_fence();
+    const float* decays_of = weights(turn).from_start;
+    const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
+    wgmma_wait<1>();
+    pin(m);
+    Pairs::weigh(m, pairs(turn), weights(turn), row);
+    if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
+    typename Multiply::A a[4];
 #pragma unroll
-        for (int n = 0; n < S::kState; n += 16) {
-          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-          Wgmma<Value, 64>::shared(m, advanced(q_rows, at), advanced(k_rows, at), n > 0);
-        }
-        wgmma_commit();
+    for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
+    wgmma_wait<0>();
+    pin(o);
 #pragma unroll
-        for (int n = 0; n < S::kState; n += 16) {
-          const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-          Wgmma<Value, 64>::shared(o, advanced(q_rows, at), advanced(s_rows, at), n > 0);
-        }
-        wgmma_commit();
-        const float* decays_of = weights(turn).from_start;
-        const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
-        wgmma_wait<1>();
-        pin(m);
-        Pairs::weigh(m, pairs(turn), weights(turn), row);
-        if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
-        typename Multiply::A a[4];
+    for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
+    pin(o);
+    const auto v_columns = column_descriptor(values(turn).base, 0);
+    wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
-        wgmma_wait<0>();
-        pin(o);
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template registers<true>(o, a[i].r, moved(v_columns, i * 2048), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    if constexpr (O::kNorm) normalize(o, norm_eps);
+    float* to = out(turn) + row * H::kOutStride + thread % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
-        pin(o);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          Wgmma<Value, 64>::template registers<true>(o, a[i].r, advanced(v_columns, i * 2048), true);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(o);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
-        float* to = out(turn) + row * H::kOutStride + thread % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 32; i += 2) {
-          *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 * H::kOutStride + i / 4 * 8) = make_float2(o[i], o[i + 1]);
-        }
-      }
-      if (after.count > 0 && thread < 32) {
-        const bool more = after.t + after.count < after.end;
-        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
-      }
-      wait_for_copies();
-      pass(false, turn, [] {});
+    for (int i = 0; i < 32; i += 2) {
+      *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 * H::kOutStride + i / 4 * 8) = make_float2(o[i], o[i + 1]);
     }
   }
 
-  // ---- warpgroups 2 and 3 ----
-
-  __device__ __forceinline__ void stage() const {
-    const int stager = threadIdx.x % H::kStagers;
-    const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
-    RowStage<H> rows;
-    rows.load_bias((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState));
-    ValueStage<H> value_stage;
-    PhaseWalk<S, kTokens, H::kStagers, 8> walk;
+  __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
+    const int thread = threadIdx.x % 128;
+    PhaseWalk<S, kTokens, 128, 8> walk(angles_of(start));
     walk.begin(nullptr, lost());
     if (!H::kEnds && start != place.first) {
       for (int j = place.first / segment_tokens; j < place.segment; ++j) {
@@ -657,43 +657,83 @@ struct Pipeline {
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk later = all.later(), after = all.after(), next = all.next();
+      const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
+      if (later.count > 0) {
+        const long long from = schedule(later.t);
+        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
+      }
+      // Products of no chunk are harmless.
+      float m[32], o[32];
+      if constexpr (!H::kEnds) start_products(m, o, turn);
       bool found = false;
-      if (next.count > 0) {
-        const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found |= rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1),
-                            bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
-                            O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr);
-        found |=
-            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
-        fence_async_proxy();
-        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
-        if (ends) {
-          named_barrier(2, H::kStagers);  // keys have been written
-          walk.write(final_state.angle + state(next) * S::kPairs, final_state.k + state(next) * (S::kRank * S::kState),
-                     lost());
-          for (int p = stager; p < S::kHeadDim; p += H::kStagers) {
-            final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
-          }
+      if (O::kFinalState && !H::kEnds) {
+        if (next.ends()) walk.write_angles(final_state.angle + state(next) * S::kPairs, lost());
+        if (now.ends()) {  // keys have been written
+          walk.spoil_keys(final_state.angle + state(now) * S::kPairs,
+                          final_state.k + state(now) * (S::kRank * S::kState));
         }
       }
       if (after.count > 0) {
-        rows.load(rows_of(stages_keys ? in.k : in.q, after.t), after.count);
-        value_stage.load(in.v + values_of(after.t), after.count);
         if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
           bad(turn + 2)[0] = 1;
           found = true;
         }
-        found |= walk.advance(angles_of(after.t), given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
+        found |= walk.advance(given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
       }
-      if (later.count > 0) walk.load(angles_of(later.t), later.count);
+      if (later.count > 0) walk.load(later.count);
+      if constexpr (!H::kEnds) finish_output(m, o, turn, skip, norm_eps);
+      if (after.count > 0 && thread < 32) {
+        const bool more = after.t + after.count < after.end;
+        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
+      }
+      wait_for_copies();
       pass(found, turn, [&] {
         if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
-        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
       });
     }
     if constexpr (H::kEnds)
       walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
+  }
+
+  // ---- warpgroups 2 and 3 ----
+
+  __device__ __forceinline__ void stage() const {
+    const int stager = threadIdx.x % H::kStagers;
+    const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
+    RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
+                     rows_of(stages_keys ? in.k : in.q, start));
+    ValueStage<H> value_stage(in.v + values_of(start));
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk after = all.after(), next = all.next();
+      bool found = false;
+      if (next.count > 0) {
+        const bool ends = O::kFinalState && !H::kEnds && next.ends();
+        found |=
+            rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1), bad(turn + 1),
+                       ends && stages_keys ? next.count - 1 : -1,
+                       O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
+        found |=
+            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+        fence_async_proxy();
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+        if constexpr (O::kFinalState && !H::kEnds) {
+          if (next.ends()) {
+            for (int p = stager; p < S::kHeadDim; p += H::kStagers) {
+              final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
+            }
+          }
+        }
+      }
+      if (after.count > 0) {
+        rows.begin(after.count);
+        value_stage.load(after.count);
+      }
+      pass(found, turn, [&] {
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      });
+    }
   }
 };
 

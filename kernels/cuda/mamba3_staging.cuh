@@ -78,43 +78,57 @@ __device__ __forceinline__ void fetch_schedule(GivenSchedule<Tokens>& to, const 
   }
 }
 
+// A number that sums of a schedule are made in, and sigmoids: by the hardware where 16-bit numbers are made of them.
+template <bool Exact>
+struct ScheduleNumber {
+  using Sum = double;
+  static __device__ __forceinline__ float sigmoid_of(float v) { return sigmoid(v); }
+};
+template <>
+struct ScheduleNumber<false> {
+  using Sum = float;
+  static __device__ __forceinline__ float sigmoid_of(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
+};
+
 // By one warp. `more`: a token of the same sequence follows the chunk's `count`.
 template <bool Exact, int Tokens>
 __device__ void make_schedule(Schedule<Tokens>& to, const GivenSchedule<Tokens>& given, int count, bool more) {
+  using Number = ScheduleNumber<Exact>;
+  using Sum = typename Number::Sum;
   constexpr int kEach = (Tokens + 31) / 32;
   const int lane = threadIdx.x % 32;
-  double sums[kEach], total = 0.0;
+  Sum sums[kEach], total = 0;
   float gamma[kEach], f[kEach];
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     const int c = lane * kEach + e;
-    double step = 0.0;
+    Sum step = 0;
     gamma[e] = f[e] = 0.0f;
     if (c < count) {
-      step = static_cast<double>(given.adt[c]) * 1.4426950408889634;
+      step = static_cast<Sum>(given.adt[c]) * static_cast<Sum>(1.4426950408889634);
       step = step < FLOOR ? FLOOR : step;  // a NaN stays
-      gamma[e] = f[e] = sigmoid(given.trap[c]) * given.dt[c];
-      if (c + 1 < count || more) f[e] += sigmoid(-given.trap[c + 1]) * given.dt[c + 1];
+      gamma[e] = f[e] = Number::sigmoid_of(given.trap[c]) * given.dt[c];
+      if (c + 1 < count || more) f[e] += Number::sigmoid_of(-given.trap[c + 1]) * given.dt[c + 1];
     }
     total += step;
     sums[e] = total;
   }
-  double scan = total;
+  Sum scan = total;
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const double before = __shfl_up_sync(~0u, scan, distance);
+  for (int distance = 1; distance < 32 && distance * kEach < Tokens; distance *= 2) {
+    const Sum before = __shfl_up_sync(~0u, scan, distance);
     if (lane >= distance) scan += before;
   }
-  const double last = __shfl_sync(~0u, scan, 31);
-  double before = __shfl_up_sync(~0u, scan, 1);  // not scan - total: a NaN would reach the lane's earlier tokens
-  if (lane == 0) before = 0.0;
+  const Sum last = __shfl_sync(~0u, scan, (Tokens - 1) / kEach);
+  Sum before = __shfl_up_sync(~0u, scan, 1);  // not scan - total: a NaN would reach the lane's earlier tokens
+  if (lane == 0) before = 0;
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     const int c = lane * kEach + e;
     if (c < Tokens) {
-      const double sum = before + sums[e];
+      const Sum sum = before + sums[e];
       to.sum[c] = static_cast<float>(sum);
-      to.rest[c] = static_cast<float>(sum - static_cast<double>(to.sum[c]));
+      to.rest[c] = static_cast<float>(sum - static_cast<Sum>(to.sum[c]));
       to.gamma[c] = gamma[e];
       to.f[c] = f[e];
       to.kept[c] = f[e] * exp2_of<Exact>(static_cast<float>(last - sum));
@@ -156,8 +170,12 @@ struct PhaseWalk {
   static constexpr int kSpan = (Tokens + Parts - 1) / Parts;  // tokens of one part
   static constexpr int kPairs = 32 / Parts;                   // of a warp at a time
   static constexpr int kSets = (S::kPairs + Threads / Parts - 1) / (Threads / Parts);
-  unsigned phase[kSets];  // after the last token so far
-  float angles[kSpan];    // of the first set, on the way
+  unsigned phase[kSets];        // after the last token so far
+  float angles[kSets * kSpan];  // on the way
+  const float* from;            // angles of the next chunk to load
+
+  // all: [token][heads][pairs] at the first token and the head.
+  __device__ __forceinline__ explicit PhaseWalk(const float* all) : from(all + pair(0)) {}
 
   static __device__ __forceinline__ int pair(int set) {
     return set * (Threads / Parts) + threadIdx.x % Threads / 32 * kPairs + threadIdx.x % kPairs;
@@ -229,44 +247,51 @@ struct PhaseWalk {
     }
   }
 
-  // The angles reached, [pairs]; those that are lost make the keys [rank][state] NaN as well.
-  __device__ void write(float* angles, float* keys, const unsigned* lost) const {
+  // The angles reached, [pairs]; NaN for those that are lost.
+  __device__ void write_angles(float* to, const unsigned* lost) const {
     if (threadIdx.x % 32 >= kPairs) return;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       if (pair(set) >= S::kPairs) continue;
-      float angle = radians_of_phase(phase[set]);
-      if (lost[pair(set)]) {
-        angle = __int_as_float(0x7fffffff);
-        for (int rank = 0; rank < S::kRank; ++rank) {
-          float* key = keys + rank * S::kState + (S::kHalf ? pair(set) : 2 * pair(set));
-          key[0] = key[S::kHalf ? S::kState / 2 : 1] = angle;
-        }
-      }
-      angles[pair(set)] = angle;
+      to[pair(set)] = lost[pair(set)] ? __int_as_float(0x7fffffff) : radians_of_phase(phase[set]);
     }
   }
 
-  static __device__ __forceinline__ void load(float (&to)[kSpan], const float* angles, int count, int set) {
+  // Where `write_angles` wrote a NaN, the keys that go with it, [rank][state], become NaN as well.
+  static __device__ void spoil_keys(const float* angles, float* keys) {
+    if (threadIdx.x % 32 >= kPairs) return;
+    for (int set = 0; set < kSets; ++set) {
+      if (pair(set) >= S::kPairs || angles[pair(set)] == angles[pair(set)]) continue;
+      for (int rank = 0; rank < S::kRank; ++rank) {
+        float* key = keys + rank * S::kState + (S::kHalf ? pair(set) : 2 * pair(set));
+        key[0] = key[S::kHalf ? S::kState / 2 : 1] = __int_as_float(0x7fffffff);
+      }
+    }
+  }
+
+  // Of the next chunk, of `count` tokens. Beyond them the last one's are loaded.
+  __device__ __forceinline__ void load(int count) {
     const int part = threadIdx.x % 32 / kPairs;
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) {
-      const int c = part * kSpan + i;
-      to[i] = pair(set) < S::kPairs && c < count ? angles[(long long)c * (S::kHeads * S::kPairs) + pair(set)] : 0.0f;
+      const float* token = from + min(part * kSpan + i, count - 1) * (S::kHeads * S::kPairs);
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        const bool is_there = S::kPairs % kPairs == 0 && kSets * (Threads / Parts) == S::kPairs;
+        angles[set * kSpan + i] = is_there || pair(set) < S::kPairs ? token[pair(set) - pair(0)] : 0.0f;
+      }
     }
+    from += (long long)count * (S::kHeads * S::kPairs);
   }
 
-  // Of the next chunk: `count` tokens of [token][heads][pairs].
-  __device__ __forceinline__ void load(const float* next, int count) { load(angles, next, count, 0); }
-
   // Over the `count` tokens that `load` was given; their rotations go to the table. A token with a number that is not
-  // finite is marked in `bad`, and the result is true.
-  __device__ bool advance(const float* all, const float* dt, int count, const Rotations<S, Tokens>& table, int* bad) {
+  // finite is marked in `bad`, and the result is true. Sets take turns in the first registers, so that the loop over
+  // them need not be unrolled.
+  __device__ bool advance(const float* dt, int count, const Rotations<S, Tokens>& table, int* bad) {
     const int lane = threadIdx.x % 32, part = lane / kPairs;
     bool found = false;
-#pragma unroll
+#pragma unroll 1
     for (int set = 0; set < kSets; ++set) {
-      if (set > 0) load(angles, all, count, set);
       float steps[kSpan];
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
@@ -294,8 +319,8 @@ struct PhaseWalk {
         const unsigned earlier = __shfl_up_sync(~0u, scan, distance * kPairs);
         if (part >= distance) scan += earlier;
       }
-      const unsigned before = phase[set] + scan - sum;
-      phase[set] += __shfl_sync(~0u, scan, 32 - kPairs + lane % kPairs);
+      const unsigned before = phase[0] + scan - sum;
+      const unsigned after = phase[0] + __shfl_sync(~0u, scan, 32 - kPairs + lane % kPairs);
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         const int c = part * kSpan + i;
@@ -311,6 +336,13 @@ struct PhaseWalk {
           table.cosine[at] = cosine;
         }
       }
+#pragma unroll
+      for (int other = 0; other + 1 < kSets; ++other) {
+        phase[other] = phase[other + 1];
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) angles[other * kSpan + i] = angles[(other + 1) * kSpan + i];
+      }
+      phase[kSets - 1] = after;
     }
     return found;
   }
