@@ -34,8 +34,8 @@ class Tiles:
     """The choices behind a forward plan that change its speed.
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
-    row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. warpgroup:
-    products by sm_90's wgmma.
+    row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
+    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four teams; else by mamba3_forward.cu.
     """
 
     rows: int
@@ -43,13 +43,17 @@ class Tiles:
     segments: int
     blocks: int
     teams: int
-    warpgroup: bool
+    pipeline: bool
 
     def __post_init__(self):
         if self.rows not in (16, 32, 64):
             raise ValueError(f"Tiles.rows must be 16, 32 or 64, got {self.rows}.")
         if not 1 <= self.tokens <= self.rows or self.segments < 1 or self.blocks < 1:
             raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
+        if self.pipeline and (self.rows, self.blocks, self.teams) != (PIPELINE_ROWS, 1, 4):
+            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and four teams, got {self}.")
+        if not self.pipeline and self.teams not in (1, 2):
+            raise ValueError(f"Tiles.teams must be 1 or 2, got {self}.")
 
 
 def forward(problem: Problem, config: Tiles | None = None, archs: Sequence[str] | None = None) -> Plan:
@@ -85,13 +89,14 @@ def check_supported(problem: Problem) -> None:
             )
 
 
-def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
-    """The heuristic.
+def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
+    """The heuristic. archs: as in `forward`.
 
     Raises:
       NotImplementedError: no tile fits the shared memory of every architecture.
     """
     p = problem
+    archs = compile.target_archs() if archs is None else archs
     most = min(MAX_SHARED_MEMORY[arch] for arch in archs)
     possible = [rows for rows in (64, 32, 16) if rows >= p.rank and forward_memory(p, rows, _tokens(p, rows)) <= most]
     if not possible:
@@ -199,6 +204,8 @@ class _Forward:
     def __init__(self, problem: Problem, config: Tiles):
         p = self.problem = problem
         self.config = config
+        if config.pipeline and not _fits_pipeline(p):
+            raise ValueError("Tiles.pipeline: the pipeline does not serve these sizes.")
         if config.tokens * p.rank > config.rows:
             raise ValueError(f"Tiles: {config.tokens} tokens of rank {p.rank} are more than {config.rows} rows.")
         chunks = math.ceil(p.seq / config.tokens)
@@ -228,7 +235,7 @@ class _Forward:
     def segment_ends(self) -> Launch:
         p, c = self.problem, self.config
         programs = p.batch * p.heads * (self.segments - 1)
-        if c.warpgroup:
+        if c.pipeline:
             return self.pipeline(programs, ends=True)
         names = (
             *("k", "v", "k_bias", "mimo_v", "angles", "adt", "dt", "trap"),
@@ -239,7 +246,7 @@ class _Forward:
     def forward(self) -> Launch:
         p, c = self.problem, self.config
         programs = p.batch * p.heads * self.segments
-        if c.warpgroup:
+        if c.pipeline:
             return self.pipeline(programs, ends=False)
         memory = forward_memory(p, c.rows, c.tokens)
         return self.launch("mamba3_forward", programs, FORWARD_NAMES, memory, ScalarArg(p.norm_eps, "float32"))
