@@ -97,9 +97,10 @@ struct PipelineShape {
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
   static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
   static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
-  using Rows = Matrix<__nv_bfloat16, kRows, S::kState>;
+  using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
-  using States = Matrix<__nv_bfloat16, kColumns, S::kState>;
+  // Keys, and below them the state that goes with them: queries are multiplied with both at once.
+  using Keys = Matrix<__nv_bfloat16, kRows + (Ends ? 0 : kColumns), S::kState>;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
@@ -107,12 +108,12 @@ struct PipelineShape {
 
   static constexpr int kOut = kRows * kOutStride * 4, kTable = padded(Table::kBytes, 16),
                        kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16);
-  static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Rows::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
+  static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Keys::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
                        kQueriesAt = kValuesAt + (Ends ? 0 : 2 * Values::kBytes),
-                       kStatesAt = kQueriesAt + (Ends ? 0 : 2 * Rows::kBytes),
-                       kOutAt = kStatesAt + (Ends ? 0 : 2 * States::kBytes), kTableAt = kOutAt + (Ends ? 0 : 2 * kOut),
-                       kPairsAt = kTableAt + 2 * kTable, kWeightsAt = kPairsAt + (Ends ? 0 : 2 * Pairs::kBytes),
-                       kGivenAt = kWeightsAt + 4 * kWeights, kParametersAt = kGivenAt + 2 * kGiven,
+                       kOutAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
+                       kTableAt = kOutAt + (Ends ? 0 : 2 * kOut), kPairsAt = kTableAt + 2 * kTable,
+                       kWeightsAt = kPairsAt + (Ends ? 0 : 2 * Pairs::kBytes), kGivenAt = kWeightsAt + 4 * kWeights,
+                       kParametersAt = kGivenAt + 2 * kGiven,
                        kLostAt = kParametersAt + padded((Ends ? 1 : 3) * S::kRank * S::kHeadDim * 4 + 256, 16),
                        kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
@@ -124,7 +125,6 @@ struct PipelineShape {
 template <class H>
 struct RowStage {
   using S = typename H::S;
-  using M = typename H::Rows;
   // To the ends of segments all stagers have keys; else half of them have queries.
   static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
   static constexpr int kApart = kThreads / 8, kRounds = H::kRows / kApart / 2;
@@ -152,12 +152,12 @@ struct RowStage {
     for (int i = 0; i < 2; ++i) load(i, i, count);
   }
 
-  // Rotates the rows of a chunk of `count` tokens, after which the next one can begin. last_key: where the keys of
-  // token `last` are written in float32 too. A thread's key that is not finite becomes zero and marks its token in
-  // `bad`; then the result is true.
-  __device__ __forceinline__ bool store(const M& to, bool keys, const typename H::Table& table, int* bad, int last,
-                                        float* last_key, int count) {
-    const unsigned base = to.address(first_row(), lane() * kWidth);
+  // Rotates the rows of a chunk of `count` tokens to a matrix with panels of `panel` bytes, after which the next one
+  // can begin. last_key: where the keys of token `last` are written in float32 too. A thread's key that is not finite
+  // becomes zero and marks its token in `bad`; then the result is true.
+  __device__ __forceinline__ bool store(unsigned to, int panel, bool keys, const typename H::Table& table, int* bad,
+                                        int last, float* last_key, int count) {
+    const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
     bool found = false;
 #pragma unroll 1
     for (int round = 0; round < kRounds; ++round) {
@@ -182,12 +182,12 @@ struct RowStage {
             words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
             probe = plus_zero_times(probe, words[e]);
           }
-          write(base + own * kApart * 128, i, words);
+          write(base + own * kApart * 128, panel, i, words);
         }
         if (keys && (probe & 0x7fff7fffu) != 0) {
           const unsigned zeros[4] = {0, 0, 0, 0};
 #pragma unroll
-          for (int i = 0; i < kUnits; ++i) write(base + own * kApart * 128, i, zeros);
+          for (int i = 0; i < kUnits; ++i) write(base + own * kApart * 128, panel, i, zeros);
           bad[token] = 1;
           found = true;
         }
@@ -217,11 +217,11 @@ struct RowStage {
     }
   }
   // Unit i at the place of unit 0. The swizzle does not change between rows that are a multiple of eight apart.
-  static __device__ __forceinline__ void write(unsigned base, int i, const unsigned (&words)[4]) {
+  static __device__ __forceinline__ void write(unsigned base, int panel, int i, const unsigned (&words)[4]) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int from = column(i, part);
-      const unsigned at = (base ^ from % 64 * 2) + from / 64 * M::kPanelBytes;
+      const unsigned at = (base ^ from % 64 * 2) + from / 64 * panel;
       if constexpr (kParts == 1) {
         store_shared(at, words[0], words[1], words[2], words[3]);
       } else {
@@ -401,18 +401,15 @@ struct Pipeline {
   __device__ __forceinline__ M ring(int at, int turn) const {
     return M(memory + at + turn % 2 * M::kBytes);
   }
-  __device__ __forceinline__ typename H::Rows keys(int turn) const { return ring<typename H::Rows>(H::kKeysAt, turn); }
-  __device__ __forceinline__ typename H::Rows queries(int turn) const {
-    return ring<typename H::Rows>(H::kQueriesAt, turn);
+  __device__ __forceinline__ typename H::Keys keys(int turn) const { return ring<typename H::Keys>(H::kKeysAt, turn); }
+  __device__ __forceinline__ typename H::Queries queries(int turn) const {
+    return ring<typename H::Queries>(H::kQueriesAt, turn);
   }
   __device__ __forceinline__ typename H::Values values(int turn) const {
     return ring<typename H::Values>(H::kValuesAt, turn);
   }
   __device__ __forceinline__ typename H::Values kept_values(int turn) const {
     return ring<typename H::Values>(H::kKeptAt, turn);
-  }
-  __device__ __forceinline__ typename H::States states(int turn) const {
-    return ring<typename H::States>(H::kStatesAt, turn);
   }
   __device__ __forceinline__ typename H::Table table(int turn) const {
     return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
@@ -480,6 +477,54 @@ struct Pipeline {
     }
   }
 
+  // ---- warpgroups 0 and 1: rotations ----
+
+  using Walk = PhaseWalk<S, kTokens, 256, 8>;
+
+  __device__ __forceinline__ Walk begun_walk() const {
+    Walk walk(angles_of(start));
+    walk.begin(nullptr, lost());
+    if (!H::kEnds && start != place.first) {
+      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
+        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
+      }
+    }
+    return walk;
+  }
+
+  // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
+  // sequence, first writes its final angles. Whether a number was found that is not finite.
+  template <class All>
+  __device__ __forceinline__ bool make_rotations(Walk& walk, const All& all) const {
+    const int turn = all.turn;
+    const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
+    bool found = false;
+    if constexpr (O::kFinalState && !H::kEnds) {
+      if (next.ends()) walk.write_angles(final_state.angle + state(next) * S::kPairs, lost());
+      if (now.ends()) {  // keys have been written
+        walk.spoil_keys(final_state.angle + state(now) * S::kPairs,
+                        final_state.k + state(now) * (S::kRank * S::kState));
+      }
+    }
+    if (after.count > 0) {
+      if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
+        bad(turn + 2)[0] = 1;
+        found = true;
+      }
+      found |= walk.advance(given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
+    }
+    if (later.count > 0) walk.load(later.count);
+    return found;
+  }
+
+  __device__ __forceinline__ void lose(const Walk& walk, const Chunk& chunk) const {
+    if (chunk.count > 0) walk.lose(angles_of(chunk.t), in.dt + schedule(chunk.t), chunk.count, lost());
+  }
+
+  __device__ __forceinline__ void write_end(const Walk& walk) const {
+    walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
+  }
+
   // ---- warpgroup 0 ----
 
   // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
@@ -500,14 +545,14 @@ struct Pipeline {
     }
   }
 
-  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::States& to) const {
-    const unsigned base = to.address(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
+  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
+    const unsigned base = to.address(H::kRows + threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
 #pragma unroll
     for (int i = 0; i < H::kSizeState; i += 8) {
       unsigned words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::States::kPanelBytes, words);
+      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
     }
     fence_async_proxy();
   }
@@ -521,11 +566,12 @@ struct Pipeline {
     }
     const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
     OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
+    Walk walk = begun_walk();
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk next = all.next(), now = all.now(), before = all.before();
+      const Chunk after = all.after(), next = all.next(), now = all.now(), before = all.before();
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -535,7 +581,7 @@ struct Pipeline {
         decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
       }
       const auto v_columns = column_descriptor(kept_values(turn).base, 0);
-      const auto k_columns = column_descriptor(keys(turn).base, H::Rows::kPanelBytes);
+      const auto k_columns = column_descriptor(keys(turn).base, H::Keys::kPanelBytes);
       pin(s);
       wgmma_fence();
 #pragma unroll
@@ -544,6 +590,7 @@ struct Pipeline {
                                                             true);
       }
       wgmma_commit();
+      const bool found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
         if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
         if (O::kGate && now.count > 0) output.load(now.count);
@@ -565,9 +612,10 @@ struct Pipeline {
       if ((O::kPacked || O::kInitialState) && next.begins()) {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
-      if (!H::kEnds && next.count > 0) store_state(s, states(turn + 1));
-      pass(false, turn, [] {});
+      if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
+      pass(found, turn, [&] { lose(walk, after); });
     }
+    if constexpr (H::kEnds) write_end(walk);
   }
 
   // ---- warpgroup 1 ----
@@ -591,42 +639,33 @@ struct Pipeline {
     for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
   }
 
-  // Scores, and the part of the output that comes from the state.
-  __device__ __forceinline__ void start_products(float (&m)[32], float (&o)[32], int turn) const {
+  // Scores, then the part of the output that comes from the state.
+  __device__ __forceinline__ void start_products(float (&d)[64], int turn) const {
     const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
-    const auto s_rows = row_descriptor(states(turn).base);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < S::kState; n += 16) {
-      const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-      Wgmma<Value, 64>::shared(m, moved(q_rows, at), moved(k_rows, at), n > 0);
-    }
-    wgmma_commit();
-#pragma unroll
-    for (int n = 0; n < S::kState; n += 16) {
-      const unsigned at = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-      Wgmma<Value, 64>::shared(o, moved(q_rows, at), moved(s_rows, at), n > 0);
+      Wgmma<Value, 128>::shared(d, moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                                moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
     }
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void finish_output(float (&m)[32], float (&o)[32], int turn, float skip,
-                                                float norm_eps) const {
+  __device__ __forceinline__ void finish_output(float (&d)[64], int turn, float skip, float norm_eps) const {
     using Multiply = Product<Value, 1>;
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const float* decays_of = weights(turn).from_start;
     const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
-    wgmma_wait<1>();
-    pin(m);
+    float (&m)[32] = reinterpret_cast<float (&)[32]>(d), o[32];
+    wgmma_wait<0>();
+    pin(d);
     Pairs::weigh(m, pairs(turn), weights(turn), row);
     if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
     typename Multiply::A a[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
-    wgmma_wait<0>();
-    pin(o);
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
+    for (int i = 0; i < 32; ++i) o[i] = d[32 + i] * (i % 4 < 2 ? up : low);
     pin(o);
     const auto v_columns = column_descriptor(values(turn).base, 0);
     wgmma_fence();
@@ -647,52 +686,28 @@ struct Pipeline {
 
   __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
     const int thread = threadIdx.x % 128;
-    PhaseWalk<S, kTokens, 128, 8> walk(angles_of(start));
-    walk.begin(nullptr, lost());
-    if (!H::kEnds && start != place.first) {
-      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
-        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
-      }
-    }
+    Walk walk = begun_walk();
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
+      const Chunk later = all.later(), after = all.after();
       if (later.count > 0) {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
       // Products of no chunk are harmless.
-      float m[32], o[32];
-      if constexpr (!H::kEnds) start_products(m, o, turn);
-      bool found = false;
-      if (O::kFinalState && !H::kEnds) {
-        if (next.ends()) walk.write_angles(final_state.angle + state(next) * S::kPairs, lost());
-        if (now.ends()) {  // keys have been written
-          walk.spoil_keys(final_state.angle + state(now) * S::kPairs,
-                          final_state.k + state(now) * (S::kRank * S::kState));
-        }
-      }
-      if (after.count > 0) {
-        if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
-          bad(turn + 2)[0] = 1;
-          found = true;
-        }
-        found |= walk.advance(given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
-      }
-      if (later.count > 0) walk.load(later.count);
-      if constexpr (!H::kEnds) finish_output(m, o, turn, skip, norm_eps);
+      float d[64];
+      if constexpr (!H::kEnds) start_products(d, turn);
+      const bool found = make_rotations(walk, all);
+      if constexpr (!H::kEnds) finish_output(d, turn, skip, norm_eps);
       if (after.count > 0 && thread < 32) {
         const bool more = after.t + after.count < after.end;
         make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
       }
       wait_for_copies();
-      pass(found, turn, [&] {
-        if (after.count > 0) walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
-      });
+      pass(found, turn, [&] { lose(walk, after); });
     }
-    if constexpr (H::kEnds)
-      walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
+    if constexpr (H::kEnds) write_end(walk);
   }
 
   // ---- warpgroups 2 and 3 ----
@@ -711,8 +726,9 @@ struct Pipeline {
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
         found |=
-            rows.store(stages_keys ? keys(turn + 1) : queries(turn + 1), stages_keys, table(turn + 1), bad(turn + 1),
-                       ends && stages_keys ? next.count - 1 : -1,
+            rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
+                       stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
+                       bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
                        O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
         found |=
             value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
