@@ -161,10 +161,22 @@ struct RowStage {
     bool found = false;
 #pragma unroll 1
     for (int round = 0; round < kRounds; ++round) {
+      const auto token_of = [&](int j) { return (first_row() + (2 * round + j) * kApart) / S::kRank; };
+      float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int own = 2 * round + j, token = (first_row() + own * kApart) / S::kRank;
-        unsigned probe = 0;
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          const int unit = lane() + 8 * i, at = H::Table::place(token_of(j), 4 * unit);
+          if (4 * unit >= S::kPairs) continue;
+          load_values(sine[j][i], table.sine + at);
+          load_values(cosine[j][i], table.cosine + at);
+        }
+      }
+      unsigned probe[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int own = 2 * round + j;
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
           const int unit = lane() + 8 * i;
@@ -174,25 +186,27 @@ struct RowStage {
             x.v[2 * e] += low_of_pair(raw[j][i][e]);
             x.v[2 * e + 1] += high_of_pair(raw[j][i][e]);
           }
-          if (4 * unit < S::kPairs) x.rotate_by(table, token, unit);
-          if (token == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
+          if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
+          if (token_of(j) == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
           unsigned words[4];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-            probe = plus_zero_times(probe, words[e]);
+            probe[j] = plus_zero_times(probe[j], words[e]);
           }
           write(base + own * kApart * 128, panel, i, words);
         }
-        if (keys && (probe & 0x7fff7fffu) != 0) {
+        if (round + 1 < kRounds) load(j, own + 2, count);
+      }
+      if (keys && ((probe[0] | probe[1]) & 0x7fff7fffu) != 0) {
+        found = true;
+#pragma unroll 1
+        for (int j = 0; j < 2; ++j) {
+          if (((j == 0 ? probe[0] : probe[1]) & 0x7fff7fffu) == 0) continue;
           const unsigned zeros[4] = {0, 0, 0, 0};
 #pragma unroll
-          for (int i = 0; i < kUnits; ++i) write(base + own * kApart * 128, panel, i, zeros);
-          bad[token] = 1;
-          found = true;
-        }
-        if (kRounds > 1 && round + 1 < kRounds) {
-          load(j, own + 2, count);
+          for (int i = 0; i < kUnits; ++i) write(base + (2 * round + j) * kApart * 128, panel, i, zeros);
+          bad[token_of(j)] = 1;
         }
       }
     }
