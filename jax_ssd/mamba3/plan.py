@@ -266,7 +266,7 @@ class _Forward:
         name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {self.options()}, {_bool(ends)}>"
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
         arguments = self.arguments(FORWARD_NAMES, ScalarArg(p.norm_eps, "float32"))
-        return Launch(kernel, (programs, 1, 1), arguments, (512, 1, 1), pipeline_memory(p, c.tokens, ends))
+        return Launch(kernel, (programs, 1, 1), arguments, (640, 1, 1), pipeline_memory(p, c.tokens, ends))
 
     def sizes(self) -> str:
         """The C++ type of the same name."""

@@ -1,15 +1,16 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
-// mamba3_forward.cu. A block of four warpgroups walks the chunks of a head and works on neighbouring chunks at the same
+// mamba3_forward.cu. A block of five warpgroups walks the chunks of a head and works on neighbouring chunks at the same
 // time:
 //   warpgroup 0      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; gates and folds the output of the
 //                    chunk before
 //   warpgroup 1      multiplies the chunk's queries with keys and state, weighted scores with values; makes the
 //   schedule
 //                    of the second next chunk
-//   warpgroups 2, 3  rotate keys and queries and expand values of the next chunk, make the rotations of the chunk after
-//                    that. They run the same code: warps that all run programs of their own wait for instructions.
+//   warpgroups 2, 3  rotate keys and queries and weigh pairs of tokens of the next chunk
+//   warpgroup 4      expands values of the next chunk; makes rotations of the second next one
 // All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
-// To the ends of segments the same block walks without queries and output.
+// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
+// time. To the ends of segments the same block walks without queries and output.
 
 #include "async_copy.cuh"
 #include "mamba3_output.cuh"
@@ -94,7 +95,7 @@ struct PipelineShape {
   using S = S_;
   using O = O_;
   static constexpr bool kEnds = Ends;
-  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
+  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 640, kStagers = 256;
   static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
   static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
@@ -245,17 +246,17 @@ struct RowStage {
   }
 };
 
-// What a thread stages of values: eight columns of two rows, tokens' values expanded to the same rank.
+// What a thread stages of values: eight columns of four rows, tokens' values expanded to the same rank.
 template <class H>
 struct ValueStage {
   using S = typename H::S;
   static constexpr bool kWeighted = H::O::kWeighted;
-  static constexpr int kApart = H::kStagers / 8;
-  static_assert(2 * kApart == H::kRows && kApart % S::kRank == 0, "two rows");
-  uint4 raw[2];
+  static constexpr int kApart = 128 / 8;
+  static_assert(4 * kApart == H::kRows && kApart % S::kRank == 0, "four rows");
+  uint4 raw[4];
   const __nv_bfloat16* from;  // of the next chunk
 
-  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kStagers / 8; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % 128 / 8; }
   static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
   // v: at the first token and the head.
@@ -265,7 +266,7 @@ struct ValueStage {
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
 #pragma unroll
-    for (int own = 0; own < 2; ++own) {
+    for (int own = 0; own < 4; ++own) {
       const int token = (first_row() + own * kApart) / S::kRank;
       raw[own] = make_uint4(0, 0, 0, 0);
       if (token < count && column() < S::kHeadDim) {
@@ -283,28 +284,31 @@ struct ValueStage {
     if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
     bool found = false;
 #pragma unroll 1
-    for (int own = 0; own < 2; ++own, raw[0] = raw[1]) {
-      const int token = (first_row() + own * kApart) / S::kRank;
-      const float keep = kept[token];
-      const unsigned pairs[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-      unsigned words[4], kept_words[4], probe = 0;
+    for (int half = 0; half < 2; ++half, raw[0] = raw[2], raw[1] = raw[3]) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float low = low_of_pair(pairs[i]), high = high_of_pair(pairs[i]);
-        if constexpr (kWeighted) low *= weights[2 * i], high *= weights[2 * i + 1];
-        words[i] = kWeighted ? bfloat16_pair(low, high) : pairs[i];
-        kept_words[i] = bfloat16_pair(keep * low, keep * high);
-        probe = plus_zero_times(probe, words[i]);
-      }
-      if ((probe & 0x7fff7fffu) != 0) {
+      for (int i = 0; i < 2; ++i) {
+        const int own = 2 * half + i, token = (first_row() + own * kApart) / S::kRank;
+        const float keep = kept[token];
+        const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+        unsigned words[4], kept_words[4], probe = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = kept_words[i] = 0;
-        bad[token] = 1;
-        found = true;
+        for (int e = 0; e < 4; ++e) {
+          float low = low_of_pair(pairs[e]), high = high_of_pair(pairs[e]);
+          if constexpr (kWeighted) low *= weights[2 * e], high *= weights[2 * e + 1];
+          words[e] = kWeighted ? bfloat16_pair(low, high) : pairs[e];
+          kept_words[e] = bfloat16_pair(keep * low, keep * high);
+          probe = plus_zero_times(probe, words[e]);
+        }
+        if ((probe & 0x7fff7fffu) != 0) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) words[e] = kept_words[e] = 0;
+          bad[token] = 1;
+          found = true;
+        }
+        const unsigned at = base + own * kApart * 128;
+        if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
+        store_shared(at + apart, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
       }
-      const unsigned at = base + own * kApart * 128;
-      if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
-      store_shared(at + apart, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
     }
     return found;
   }
@@ -491,9 +495,9 @@ struct Pipeline {
     }
   }
 
-  // ---- warpgroups 0 and 1: rotations ----
+  // ---- rotations: warpgroup 4, to the ends of segments 1 ----
 
-  using Walk = PhaseWalk<S, kTokens, 256, 8>;
+  using Walk = PhaseWalk<S, kTokens, 128, 8>;
 
   __device__ __forceinline__ Walk begun_walk() const {
     Walk walk(angles_of(start));
@@ -580,12 +584,11 @@ struct Pipeline {
     }
     const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
     OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
-    Walk walk = begun_walk();
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now(), before = all.before();
+      const Chunk next = all.next(), now = all.now(), before = all.before();
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -604,7 +607,6 @@ struct Pipeline {
                                                             true);
       }
       wgmma_commit();
-      const bool found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
         if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
         if (O::kGate && now.count > 0) output.load(now.count);
@@ -627,9 +629,8 @@ struct Pipeline {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
       if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
-      pass(found, turn, [&] { lose(walk, after); });
+      pass(false, turn, [] {});
     }
-    if constexpr (H::kEnds) write_end(walk);
   }
 
   // ---- warpgroup 1 ----
@@ -700,7 +701,8 @@ struct Pipeline {
 
   __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
     const int thread = threadIdx.x % 128;
-    Walk walk = begun_walk();
+    Walk walk(angles_of(start));
+    if constexpr (H::kEnds) walk = begun_walk();
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -709,29 +711,33 @@ struct Pipeline {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
-      // Products of no chunk are harmless.
-      float d[64];
-      if constexpr (!H::kEnds) start_products(d, turn);
-      const bool found = make_rotations(walk, all);
-      if constexpr (!H::kEnds) finish_output(d, turn, skip, norm_eps);
+      bool found = false;
+      if constexpr (H::kEnds) {
+        found = make_rotations(walk, all);
+      } else {  // products of no chunk are harmless
+        float d[64];
+        start_products(d, turn);
+        finish_output(d, turn, skip, norm_eps);
+      }
       if (after.count > 0 && thread < 32) {
         const bool more = after.t + after.count < after.end;
         make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
       }
       wait_for_copies();
-      pass(found, turn, [&] { lose(walk, after); });
+      pass(found, turn, [&] {
+        if constexpr (H::kEnds) lose(walk, after);
+      });
     }
     if constexpr (H::kEnds) write_end(walk);
   }
 
   // ---- warpgroups 2 and 3 ----
 
-  __device__ __forceinline__ void stage() const {
+  __device__ __forceinline__ void stage_rows() const {
     const int stager = threadIdx.x % H::kStagers;
     const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
-    ValueStage<H> value_stage(in.v + values_of(start));
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -739,29 +745,46 @@ struct Pipeline {
       bool found = false;
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found |=
-            rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
-                       stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
-                       bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
-                       O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
-        found |=
-            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+        found = rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
+                           stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
+                           bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
+                           O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
         fence_async_proxy();
         if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      }
+      if (after.count > 0) rows.begin(after.count);
+      pass(found, turn, [&] {
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      });
+    }
+  }
+
+  // ---- warpgroup 4 ----
+
+  __device__ __forceinline__ void stage_values() const {
+    ValueStage<H> value_stage(in.v + values_of(start));
+    Walk walk = begun_walk();
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk after = all.after(), next = all.next();
+      bool found = false;
+      if (next.count > 0) {
+        found =
+            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+        fence_async_proxy();
         if constexpr (O::kFinalState && !H::kEnds) {
           if (next.ends()) {
-            for (int p = stager; p < S::kHeadDim; p += H::kStagers) {
+            for (int p = threadIdx.x % 128; p < S::kHeadDim; p += 128) {
               final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
             }
           }
         }
       }
-      if (after.count > 0) {
-        rows.begin(after.count);
-        value_stage.load(after.count);
-      }
+      if (after.count > 0) value_stage.load(after.count);
+      if constexpr (!H::kEnds) found |= make_rotations(walk, all);
       pass(found, turn, [&] {
-        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+        if constexpr (!H::kEnds) lose(walk, after);
       });
     }
   }
@@ -771,7 +794,7 @@ struct Pipeline {
 // each segment but the last, its state, decay and phases are written, from a zero state or from its sequence's if that
 // begins in the segment.
 template <class S, int Tokens, class O, bool Ends>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(640, 1)
     mamba3_pipeline(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const float* q_bias,
                     const float* k_bias, const float* angles, const float* adt, const float* dt, const float* trap,
                     const float* mimo_v, const float* mimo_o, const __nv_bfloat16* z, const float* mimo_z,
@@ -823,13 +846,20 @@ __global__ void __launch_bounds__(512, 1)
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
+  // Registers go to those with accumulators; the sum stays five times 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
+    take_registers<112>();
     block.walk_state(y);
   } else if (role == 1) {
+    take_registers<112>();
     block.make_output(O::kSkip && !Ends ? D[parameters] : 0.0f, norm_eps);
+  } else if (role < 4) {
+    give_registers<88>();
+    block.stage_rows();
   } else {
-    block.stage();
+    give_registers<80>();
+    block.stage_values();
   }
 }
 
