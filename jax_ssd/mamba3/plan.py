@@ -35,7 +35,8 @@ class Tiles:
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
     row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
-    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four teams; else by mamba3_forward.cu.
+    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams; else by
+    mamba3_forward.cu, with one or two teams.
     """
 
     rows: int
@@ -50,8 +51,8 @@ class Tiles:
             raise ValueError(f"Tiles.rows must be 16, 32 or 64, got {self.rows}.")
         if not 1 <= self.tokens <= self.rows or self.segments < 1 or self.blocks < 1:
             raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
-        if self.pipeline and (self.rows, self.blocks, self.teams) != (PIPELINE_ROWS, 1, 4):
-            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and four teams, got {self}.")
+        if self.pipeline and not (self.rows == PIPELINE_ROWS and self.blocks == 1 and self.teams in (4, 5)):
+            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and 4 or 5 teams, got {self}.")
         if not self.pipeline and self.teams not in (1, 2):
             raise ValueError(f"Tiles.teams must be 1 or 2, got {self}.")
 
@@ -108,7 +109,7 @@ def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
     rows = possible[0]
     tokens = _tokens(p, rows)
     if set(archs) == {"sm_90"} and _fits_pipeline(p):
-        return Tiles(rows, tokens, _pipeline_segments(p, tokens), 1, 4, True)
+        return Tiles(rows, tokens, _pipeline_segments(p, tokens), 1, 5 if p.rank == 1 else 4, True)
     light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
     teams = 1 if light or p.head_dim <= 32 else 2
     blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
@@ -263,10 +264,10 @@ class _Forward:
 
     def pipeline(self, programs: int, ends: bool) -> Launch:
         p, c = self.problem, self.config
-        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {self.options()}, {_bool(ends)}>"
+        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {c.teams}, {self.options()}, {_bool(ends)}>"
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
         arguments = self.arguments(FORWARD_NAMES, ScalarArg(p.norm_eps, "float32"))
-        return Launch(kernel, (programs, 1, 1), arguments, (640, 1, 1), pipeline_memory(p, c.tokens, ends))
+        return Launch(kernel, (programs, 1, 1), arguments, (128 * c.teams, 1, 1), pipeline_memory(p, c.tokens, ends))
 
     def sizes(self) -> str:
         """The C++ type of the same name."""

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   double decay = 0.0;
   while (true) {
     if (threadIdx.x >= H::kThreads - 32) make_schedule<S::kExact>(weights, given, count, t + count < at.end);
-    found |= walk.advance(given.dt, count, table, bad);
+    found |= walk.advance(given.dt, count, 0, table, bad);
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     wait_for_copies();
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
 
     // What the products need.
     if (threadIdx.x >= kThreads - 32) make_schedule<S::kExact>(weights, given, count, !last);
-    found |= walk.advance(given.dt, count, table, bad);
+    found |= walk.advance(given.dt, count, 0, table, bad);
     found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
     W::store_state(states, s);

@@ -1,15 +1,16 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
-// mamba3_forward.cu. A block of five warpgroups walks the chunks of a head and works on neighbouring chunks at the same
-// time:
+// mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
+// the same time:
 //   warpgroup 0      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; gates and folds the output of the
 //                    chunk before
 //   warpgroup 1      multiplies the chunk's queries with keys and state, then weighted scores with values; makes the
 //                    schedule of the second next chunk
 //   warpgroups 2, 3  rotate keys and queries and weigh pairs of tokens of the next chunk
-//   warpgroup 4      expands values of the next chunk; makes rotations of the second next one
-// All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
-// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
-// time. To the ends of segments the same block walks without queries and output.
+//   warpgroup 4      expands values of the next chunk; without it 2 and 3 do
+// Rotations of the second next chunk are made by 0 and 1, or by 4, alone or with 1. All meet once per chunk, at a
+// barrier. What one hands to another lies in shared memory twice, schedules four times. Loops stay rolled where they
+// can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the ends of segments
+// the same block walks without queries and output.
 
 #include "async_copy.cuh"
 #include "mamba3_chunks.cuh"
@@ -28,12 +29,20 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
 }
 
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
-template <class S_, int Tokens, class O_, bool Ends>
+template <class S_, int Tokens, int Groups, class O_, bool Ends>
 struct PipelineShape {
   using S = S_;
   using O = O_;
   static constexpr bool kEnds = Ends;
-  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64, kThreads = 640, kStagers = 256;
+  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
+  static constexpr int kGroups = Groups, kThreads = 128 * Groups, kStagers = 256;
+  static constexpr int kValueThreads = Groups == 5 ? 128 : kStagers;
+  // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
+  static constexpr bool kFifthRotatesAlone = Groups == 5 && S::kRank == 1 && !Ends;
+  static constexpr int kRotators = kFifthRotatesAlone ? 128 : 256;
+  static __device__ constexpr bool rotates(int group) {
+    return Groups == 5 ? group == 4 || (group == 1 && !kFifthRotatesAlone) : group < 2;
+  }
   static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
   static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
@@ -156,19 +165,17 @@ struct Pipeline {
     }
   }
 
-  // ---- rotations: warpgroup 4, to the ends of segments 1 ----
+  // ---- rotations, by the warpgroups that PipelineShape says ----
 
-  using Walk = PhaseWalk<S, kTokens, 128, 8>;
+  using Walk = PhaseWalk<S, kTokens, H::kRotators, 8>;
 
-  __device__ __forceinline__ Walk begun_walk() const {
-    Walk walk(angles_of(start));
+  __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
     if (!H::kEnds && start != place.first) {
       for (int j = place.first / segment_tokens; j < place.segment; ++j) {
         walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
       }
     }
-    return walk;
   }
 
   // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
@@ -190,9 +197,10 @@ struct Pipeline {
         bad(turn + 2)[0] = 1;
         found = true;
       }
-      found |= walk.advance(given(turn + 2).dt, after.count, table(turn + 2), bad(turn + 2));
+      found |= walk.advance(given(turn + 2).dt, after.count, later.count, table(turn + 2), bad(turn + 2));
+    } else if (later.count > 0) {
+      walk.load(later.count);
     }
-    if (later.count > 0) walk.load(later.count);
     return found;
   }
 
@@ -245,11 +253,13 @@ struct Pipeline {
     }
     const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
     OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
+    Walk walk(angles_of(start));
+    if constexpr (H::rotates(0)) begin(walk);
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk next = all.next(), now = all.now(), before = all.before();
+      const Chunk after = all.after(), next = all.next(), now = all.now(), before = all.before();
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -268,6 +278,8 @@ struct Pipeline {
                                                             true);
       }
       wgmma_commit();
+      bool found = false;
+      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
         if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
         if (O::kGate && now.count > 0) output.load(now.count);
@@ -290,8 +302,11 @@ struct Pipeline {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
       if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
-      pass(false, turn, [] {});
+      pass(found, turn, [&] {
+        if constexpr (H::rotates(0)) lose(walk, after);
+      });
     }
+    if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
   }
 
   // ---- warpgroup 1 ----
@@ -363,7 +378,7 @@ struct Pipeline {
   __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
     const int thread = threadIdx.x % 128;
     Walk walk(angles_of(start));
-    if constexpr (H::kEnds) walk = begun_walk();
+    if constexpr (H::rotates(1)) begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -372,24 +387,35 @@ struct Pipeline {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
+      float d[64];
+      if constexpr (!H::kEnds) start_products(d, turn);  // products of no chunk are harmless
       bool found = false;
-      if constexpr (H::kEnds) {
-        found = make_rotations(walk, all);
-      } else {  // products of no chunk are harmless
-        float d[64];
-        start_products(d, turn);
-        finish_output(d, turn, skip, norm_eps);
-      }
+      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
+      if constexpr (!H::kEnds) finish_output(d, turn, skip, norm_eps);
       if (after.count > 0 && thread < 32) {
         const bool more = after.t + after.count < after.end;
         make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
       }
       wait_for_copies();
       pass(found, turn, [&] {
-        if constexpr (H::kEnds) lose(walk, after);
+        if constexpr (H::rotates(1)) lose(walk, after);
       });
     }
-    if constexpr (H::kEnds) write_end(walk);
+    if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
+  }
+
+  // ---- values: warpgroups 2 and 3, or 4 ----
+
+  // Of the next chunk, and of the final state.
+  __device__ __forceinline__ bool store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
+    if constexpr (O::kFinalState && !H::kEnds) {
+      if (next.ends()) {
+        for (int p = threadIdx.x % H::kValueThreads; p < S::kHeadDim; p += H::kValueThreads) {
+          final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
+        }
+      }
+    }
+    return stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
   }
 
   // ---- warpgroups 2 and 3 ----
@@ -399,6 +425,7 @@ struct Pipeline {
     const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
+    ValueStage<H> value_stage(in.v + values_of(start));
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -410,10 +437,14 @@ struct Pipeline {
                            stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
                            bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
                            O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
+        if constexpr (H::kGroups == 4) found |= store_values(value_stage, next, turn);
         fence_async_proxy();
         if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
       }
-      if (after.count > 0) rows.begin(after.count);
+      if (after.count > 0) {
+        rows.begin(after.count);
+        if constexpr (H::kGroups == 4) value_stage.load(after.count);
+      }
       pass(found, turn, [&] {
         if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
       });
@@ -424,38 +455,30 @@ struct Pipeline {
 
   __device__ __forceinline__ void stage_values() const {
     ValueStage<H> value_stage(in.v + values_of(start));
-    Walk walk = begun_walk();
+    Walk walk(angles_of(start));
+    begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk after = all.after(), next = all.next();
       bool found = false;
       if (next.count > 0) {
-        found =
-            value_stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+        found = store_values(value_stage, next, turn);
         fence_async_proxy();
-        if constexpr (O::kFinalState && !H::kEnds) {
-          if (next.ends()) {
-            for (int p = threadIdx.x % 128; p < S::kHeadDim; p += 128) {
-              final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
-            }
-          }
-        }
       }
       if (after.count > 0) value_stage.load(after.count);
-      if constexpr (!H::kEnds) found |= make_rotations(walk, all);
-      pass(found, turn, [&] {
-        if constexpr (!H::kEnds) lose(walk, after);
-      });
+      found |= make_rotations(walk, all);
+      pass(found, turn, [&] { lose(walk, after); });
     }
+    if constexpr (H::kEnds) write_end(walk);
   }
 };
 
 // One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: for
 // each segment but the last, its state, decay and phases are written, from a zero state or from its sequence's if that
 // begins in the segment.
-template <class S, int Tokens, class O, bool Ends>
-__global__ void __launch_bounds__(640, 1)
+template <class S, int Tokens, int Groups, class O, bool Ends>
+__global__ void __launch_bounds__(128 * Groups, 1)
     mamba3_pipeline(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const float* q_bias,
                     const float* k_bias, const float* angles, const float* adt, const float* dt, const float* trap,
                     const float* mimo_v, const float* mimo_o, const __nv_bfloat16* z, const float* mimo_z,
@@ -463,7 +486,7 @@ __global__ void __launch_bounds__(640, 1)
                     const float* state_k, const float* state_v, const int* cu_seqlens, float* ends, float* decays,
                     unsigned* phases, __nv_bfloat16* y, float* final_angle, float* final_ssm, float* final_k,
                     float* final_v, int seq, int segments, int segment_tokens, int sequences, float norm_eps) {
-  using H = PipelineShape<S, Tokens, O, Ends>;
+  using H = PipelineShape<S, Tokens, Groups, O, Ends>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const Arrays<S> in{q,           k,      v,   z,  q_bias, k_bias,      mimo_v,    mimo_o,  mimo_z,  D,
                      norm_weight, angles, adt, dt, trap,   state_angle, state_ssm, state_k, state_v, cu_seqlens};
@@ -507,20 +530,23 @@ __global__ void __launch_bounds__(640, 1)
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
-  // Registers go to those with accumulators; the sum stays five times 96, or the block would wait for more forever.
+  // Of five warpgroups with 96 registers a thread, those with accumulators take some of the others'. The sum must stay,
+  // or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    take_registers<112>();
+    if constexpr (Groups == 5) take_registers<112>();
     block.walk_state(y);
   } else if (role == 1) {
-    take_registers<112>();
+    if constexpr (Groups == 5) take_registers<112>();
     block.make_output(O::kSkip && !Ends ? D[parameters] : 0.0f, norm_eps);
   } else if (role < 4) {
-    give_registers<88>();
+    if constexpr (Groups == 5) give_registers<88>();
     block.stage_rows();
   } else {
-    give_registers<80>();
-    block.stage_values();
+    if constexpr (Groups == 5) {
+      give_registers<80>();
+      block.stage_values();
+    }
   }
 }
 

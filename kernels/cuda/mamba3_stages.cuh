@@ -132,17 +132,18 @@ struct RowStage {
   }
 };
 
-// What a thread stages of values: eight columns of four rows, tokens' values expanded to the same rank.
+// What a thread stages of values: eight columns of rows that are kApart from each other, tokens' values expanded to the
+// same rank.
 template <class H>
 struct ValueStage {
   using S = typename H::S;
   static constexpr bool kWeighted = H::O::kWeighted;
-  static constexpr int kApart = 128 / 8;
-  static_assert(4 * kApart == H::kRows && kApart % S::kRank == 0, "four rows");
-  uint4 raw[4];
+  static constexpr int kApart = H::kValueThreads / 8, kOwn = H::kRows / kApart;
+  static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
+  uint4 raw[kOwn];
   const __nv_bfloat16* from;  // of the next chunk
 
-  static __device__ __forceinline__ int first_row() { return threadIdx.x % 128 / 8; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kValueThreads / 8; }
   static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
   // v: at the first token and the head.
@@ -152,7 +153,7 @@ struct ValueStage {
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
 #pragma unroll
-    for (int own = 0; own < 4; ++own) {
+    for (int own = 0; own < kOwn; ++own) {
       const int token = (first_row() + own * kApart) / S::kRank;
       raw[own] = make_uint4(0, 0, 0, 0);
       if (token < count && column() < S::kHeadDim) {
@@ -170,10 +171,10 @@ struct ValueStage {
     if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
     bool found = false;
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half, raw[0] = raw[2], raw[1] = raw[3]) {
+    for (int pair = 0; pair < kOwn / 2; ++pair, raw[0] = raw[kOwn - 2], raw[1] = raw[kOwn - 1]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int own = 2 * half + i, token = (first_row() + own * kApart) / S::kRank;
+        const int own = 2 * pair + i, token = (first_row() + own * kApart) / S::kRank;
         const float keep = kept[token];
         const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         unsigned words[4], kept_words[4], probe = 0;

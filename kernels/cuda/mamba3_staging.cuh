@@ -284,19 +284,23 @@ struct PhaseWalk {
     from += (long long)count * (S::kHeads * S::kPairs);
   }
 
-  // Over the `count` tokens that `load` was given; their rotations go to the table. A token with a number that is not
-  // finite is marked in `bad`, and the result is true. Sets take turns in the first registers, so that the loop over
-  // them need not be unrolled.
-  __device__ bool advance(const float* dt, int count, const Rotations<S, Tokens>& table, int* bad) {
+  // Over the `count` tokens that `load` was given; their rotations go to the table. Meanwhile the next chunk is loaded,
+  // of next_count tokens, if there are any. A token with a number that is not finite is marked in `bad`, and the result
+  // is true. Sets take turns in the first registers, so that the loop over them need not be unrolled.
+  __device__ bool advance(const float* dt, int count, int next_count, const Rotations<S, Tokens>& table, int* bad) {
     const int lane = threadIdx.x % 32, part = lane / kPairs;
     bool found = false;
+    float given[kSets * kSpan];
+#pragma unroll
+    for (int i = 0; i < kSets * kSpan; ++i) given[i] = angles[i];
+    if (next_count > 0) load(next_count);
 #pragma unroll 1
     for (int set = 0; set < kSets; ++set) {
       float steps[kSpan];
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         const int c = part * kSpan + i;
-        steps[i] = turns_of_step(angles[i], c < count ? dt[c] : 0.0f);
+        steps[i] = turns_of_step(given[i], c < count ? dt[c] : 0.0f);
       }
       unsigned sums[kSpan], sum = 0;
       bool finite = true;
@@ -340,7 +344,7 @@ struct PhaseWalk {
       for (int other = 0; other + 1 < kSets; ++other) {
         phase[other] = phase[other + 1];
 #pragma unroll
-        for (int i = 0; i < kSpan; ++i) angles[other * kSpan + i] = angles[(other + 1) * kSpan + i];
+        for (int i = 0; i < kSpan; ++i) given[other * kSpan + i] = given[(other + 1) * kSpan + i];
       }
       phase[kSets - 1] = after;
     }
