@@ -18,8 +18,8 @@ ROWS = 64  # of a tile: tokens x ranks of a chunk
 LARGEST_STATE = 128
 LARGEST_HEAD_DIM = 128
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
-WALK_COLUMNS = 64  # of the state, of one block
-WALK_THREADS, CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 512, 256, 1024, 256
+WALK_COLUMNS = (64, 128)  # of the state, of one block
+CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 256, 1024, 256
 MOST_PARTS = 8
 GRID_ROWS = 65_535
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
@@ -31,15 +31,19 @@ class BackwardConfig:
     """What changes a backward's speed and memory, but not its result beyond rounding.
 
     tokens: of a chunk; with the rank rounded up to a power of two, at most 64 rows. parts: so many blocks share the
-    heads of a group in a chunk, each with sums of its own for the gradients of q and k.
+    heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state, that
+    a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once.
     """
 
     tokens: int
     parts: int = 1
+    walk_columns: int = 64
 
     def __post_init__(self):
         if self.tokens < 1 or self.parts < 1:
             raise ValueError(f"tokens and parts must be at least 1, got {self}.")
+        if self.walk_columns not in WALK_COLUMNS:
+            raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
 
 
 def heuristic(problem: Problem) -> BackwardConfig:
@@ -53,7 +57,8 @@ def heuristic(problem: Problem) -> BackwardConfig:
         return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
 
     parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
-    return BackwardConfig(tokens, parts)
+    fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
+    return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64)
 
 
 def ranks(problem: Problem) -> int:
@@ -160,11 +165,12 @@ class _Builder:
     def walks(self, walk: tuple[str, ...], normalize: tuple[str, ...]) -> list[Launch]:
         """Both directions at once, unless a norm needs the states for the adjoints of what it was given."""
         p = self.problem
-        grid = (math.ceil(p.state / WALK_COLUMNS), p.batch * p.heads)
+        columns = self.config.walk_columns
+        grid = (math.ceil(p.state / columns), p.batch * p.heads)
 
         def directions(first: int, count: int) -> Launch:
             scalar = (ScalarArg(first, "int32"),)
-            return self.launch("walk", (*grid, count), WALK_THREADS, walk, self.walk_shared(), scalar)
+            return self.launch("walk", (*grid, count), 4 * columns, walk, self.walk_shared(), scalar)
 
         if not self.norm:
             return [directions(0, 2)]
@@ -204,6 +210,7 @@ class _Builder:
             "HAS_NORM": "norm_weight" in given,
             "HAS_STATE": "state_ssm" in given,
             "HAS_FINAL": "d_state_ssm" in given,
+            "WALK_COLUMNS": self.config.walk_columns,
             "CHUNK_SHARED": self.chunk_shared(),
             "WALK_SHARED": self.walk_shared(),
             "NORMALIZE_SHARED": self.normalize_shared(),
@@ -212,15 +219,16 @@ class _Builder:
 
     def walk_shared(self) -> int:
         """Two buffers of a chunk's rows, and the parameters of all ranks."""
-        rows = 2 * ROWS * (WALK_COLUMNS + 8 + self.wide_head_dim + 8) * 2
-        return rows + ranks(self.problem) * (2 * WALK_COLUMNS + 3 * self.wide_head_dim) * 4
+        columns = self.config.walk_columns
+        rows = 2 * ROWS * (columns + 8 + self.wide_head_dim + 8) * 2
+        return rows + ranks(self.problem) * (2 * columns + 3 * self.wide_head_dim) * 4
 
     def chunk_shared(self) -> int:
         """Rows of q, k, v and dO, both states, both products of rows with rows, phases, and slots of sums."""
         state, head_dim = self.wide_state, self.wide_head_dim
         tiles = 2 * ROWS * (state + 8 + head_dim + 8) + 2 * state * (head_dim + 8) + 2 * ROWS * (ROWS + 8)
         tables = 4 * self.config.tokens * self.problem.pairs
-        slots = 26 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
+        slots = 32 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
         return 2 * tiles + 4 * (tables + slots)
 
     def normalize_shared(self) -> int:
