@@ -30,6 +30,19 @@ CASES = {
     "odd_sizes": {"seq": 19, "rank": 5, "state": 24, "head_dim": 40, "pairs": 3},
     "short_chunks": {"seq": 40, "rank": 1, "state": 32, "head_dim": 24, "pairs": 5, "chunk_size": 8},
     "model": {"batch": 1, "seq": 100, "rank": 4, "state": 128, "head_dim": 64, "pairs": 32},
+    "siso_model": {"batch": 1, "seq": 140, "rank": None, "state": 128, "head_dim": 64, "pairs": 32},
+    "model_states": {
+        **{"batch": 1, "seq": 50, "rank": 4, "heads": 4, "groups": 2, "state": 128, "head_dim": 64, "pairs": 64},
+        **{"initial": True, "final": True, "rotary": "half"},
+    },
+    "siso_model_states": {
+        **{"batch": 1, "seq": 150, "rank": None, "heads": 3, "state": 128, "head_dim": 64, "pairs": 32},
+        **{"initial": True, "final": True, "gate": False},
+    },
+    "model_bare": {
+        **{"batch": 2, "seq": 70, "rank": 2, "state": 128, "head_dim": 64, "pairs": 16},
+        **{"gate": False, "skip": False},
+    },
     "wide": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 128, "pairs": 64},
 }
 

@@ -7,13 +7,19 @@ everything that a chunk gives, from both; the rest are sums over chunks, groups 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
+WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
+WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 384, 256  # threads
+SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 LARGEST_STATE = 128
 LARGEST_HEAD_DIM = 128
@@ -31,25 +37,33 @@ class BackwardConfig:
     """What changes a backward's speed and memory, but not its result beyond rounding.
 
     tokens: of a chunk; with the rank rounded up to a power of two, at most 64 rows. parts: so many blocks share the
-    heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state, that
-    a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once.
+    heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state,
+    that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once. warpgroups: walks
+    and chunks by sm_90's wgmma, for the usual sizes; walk_columns is of no meaning then. segments: into how many pieces
+    such walks cut each row.
     """
 
     tokens: int
     parts: int = 1
     walk_columns: int = 64
+    warpgroups: bool = False
+    segments: int = 1
 
     def __post_init__(self):
-        if self.tokens < 1 or self.parts < 1:
-            raise ValueError(f"tokens and parts must be at least 1, got {self}.")
+        if self.tokens < 1 or self.parts < 1 or self.segments < 1:
+            raise ValueError(f"tokens, parts and segments must be at least 1, got {self}.")
         if self.walk_columns not in WALK_COLUMNS:
             raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
 
 
-def heuristic(problem: Problem) -> BackwardConfig:
-    """Whole tiles, and enough blocks for the last round of them to be full as well."""
+def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardConfig:
+    """Whole tiles, and enough blocks for the last round of them to be full as well.
+
+    archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
+    """
     p = problem
-    tokens = min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
+    warpgroups = serves_warpgroups(p) and set(compile.target_archs() if archs is None else archs) == {"sm_90"}
+    tokens = ROWS // p.rank if warpgroups else min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
     blocks = p.batch * math.ceil(p.seq / tokens) * p.groups
     group_heads = p.heads // p.groups
 
@@ -57,8 +71,44 @@ def heuristic(problem: Problem) -> BackwardConfig:
         return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
 
     parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
+    if warpgroups:
+        walks, chunks = 2 * p.batch * p.heads, math.ceil(p.seq / tokens)
+        segments = max(1, min(2 * MULTIPROCESSORS // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
+        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments)
     fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
     return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64)
+
+
+def serves_warpgroups(problem: Problem) -> bool:
+    """Whether the kernels of sm_90 take the problem: the sizes of models, without a norm ahead of the gate."""
+    p = problem
+    return (
+        p.rank in WARPGROUP_RANKS
+        and (p.state, p.head_dim) == (WARPGROUP_STATE, WARPGROUP_HEAD_DIM)
+        and p.pairs % 4 == 0
+        and not p.keeps_rank
+        and "norm_weight" not in p.given
+        and (p.chunk_size is None or p.chunk_size * p.rank >= ROWS)
+        and warpgroup_chunk_shared(p) <= MAX_SHARED_MEMORY["sm_90"]
+    )
+
+
+def warpgroup_walk_shared(problem: Problem) -> int:
+    """`WalkMemory` of mamba3_backward_walk.cu: rows and states twice, parameters."""
+    p = problem
+    weights = 2 * p.rank * p.head_dim if "mimo_v" in p.given else 0
+    return 10 * 8192 + 4 * (p.rank * p.state + weights)
+
+
+def warpgroup_chunk_shared(problem: Problem) -> int:
+    """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
+    p, weighted = problem, "mimo_v" in problem.given
+    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
+    kinds = 3 if weighted else 2 if "z" in p.given else 0
+    weights = 3 * p.rank * wide * 4 if weighted else 0
+    table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
+    sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
+    return 18 * 8192 + 2 * table + sums + 64
 
 
 def ranks(problem: Problem) -> int:
@@ -106,6 +156,8 @@ class _Builder:
             raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {ROWS}")
         self.norm = "norm_weight" in p.given
         self.chunks = math.ceil(p.seq / config.tokens)
+        self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
+        self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
         self.wide_state, self.wide_head_dim = _multiple(p.state, 64), _multiple(p.head_dim, 32)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
         moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
@@ -120,6 +172,11 @@ class _Builder:
             Buffer("adjoints", states, "bfloat16"),
             *(Buffer(name, (config.parts, *p.given["q"].shape), "float32") for name in ("q_sums", "k_sums")),
             *([Buffer("normed", (*heads, p.rank, p.head_dim), "bfloat16")] if self.norm else []),
+            *(
+                [Buffer("ends", (2, p.batch, p.heads, self.segments, p.head_dim, p.state), "float32")]
+                if self.segments > 1
+                else []
+            ),
             Buffer("records", (p.batch, self.chunks, p.heads, self.record), "float32"),
         )
         self.present = {b.name for b in (*p.operands, *self.results, *self.scratch)}
@@ -140,8 +197,14 @@ class _Builder:
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         launches = [
             self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
-            *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
-            self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
+            *(
+                self.warpgroup_launches(walk, chunk)
+                if self.config.warpgroups
+                else [
+                    *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
+                    self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
+                ]
+            ),
             self.launch(
                 "group_sums",
                 (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1),
@@ -177,6 +240,56 @@ class _Builder:
         grid_normalize, shared = (self.chunks, p.batch * p.heads, 1), self.normalize_shared()
         ahead = self.launch("normalize", grid_normalize, NORMALIZE_THREADS, normalize, shared)
         return [directions(0, 1), ahead, directions(1, 1)]
+
+    def warpgroup_launches(self, walk: tuple[str, ...], chunk: tuple[str, ...]) -> list[Launch]:
+        """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
+        p, rows = self.problem, self.problem.batch * self.problem.heads
+        given = p.given
+        call = ", ".join(
+            [*map(str, (p.heads, p.groups, p.rank, p.pairs))]
+            + [
+                "true" if option else "false"
+                for option in (
+                    p.rotary == "half",
+                    p.param_rows == 1,
+                    "mimo_v" in given,
+                    "z" in given,
+                    "D" in given,
+                    "state_ssm" in given,
+                    "d_state_ssm" in given,
+                )
+            ]
+        )
+
+        def launch(
+            file: str, name: str, more: str, grid: tuple[int, int, int], threads: int, shared: int,
+            arrays: tuple[str, ...], *numbers: int
+        ) -> Launch:  # fmt: skip
+            """Absent arrays are never touched; any other stands in for them."""
+            arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
+            expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
+            kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
+            scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
+            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared)
+
+        segments = (self.segments, self.segment_chunks)
+        walk = (*(name for name in walk if name != "normed"), "grad_state_ssm", "ends")
+        starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
+
+        def walks(ends_only: str) -> Launch:
+            grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
+            return launch(WALK_FILE, "walk", f", {ends_only}", grid, WALK_TEAM, shared, walk, *segments)
+
+        launches = [walks("false")]
+        if self.segments > 1:
+            grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
+            between = launch(WALK_FILE, "starts", "", grid, STARTS_THREADS, 0, starts, *segments)
+            launches = [walks("true"), between, *launches]
+        blocks = p.batch * self.chunks * p.groups * self.config.parts
+        chunk = tuple(name for name in chunk if name != "normed")
+        shared = warpgroup_chunk_shared(p)
+        parts = self.config.parts
+        return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,

@@ -1,0 +1,897 @@
+// All gradients that one chunk of a Mamba-3 scan gives, on Hopper: products by wgmma, from tiles in shared memory.
+//
+// Notation of a chunk, a the running sum of adt in it, s the state before it, T the adjoint of the state after it,
+// f = gamma + delta of the next token:
+//
+//   M = Q K' w,  dM = dO V' w,  w_ij = exp(a_i - a_j) f_j for an earlier token j, gamma_i for the same one
+//   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
+//
+// A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
+// registers. Its three warpgroups work at the same time: the query side makes M, dM, the output and what depends on it,
+// and dQ; the key side dV and dK; the third prepares the next head's tiles and ends the sums of the one before.
+
+#include "mamba3_backward_tiles.cuh"
+
+namespace jax_ssd {
+
+struct ChunkArrays {
+  const bf16 *q, *k, *v, *z, *dy;
+  const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *D, *gamma, *f, *decay;
+  const bf16 *states, *adjoints;
+  const float *d_final_angle, *d_final_k, *d_final_v;
+  float *angles, *d_adt, *d_f, *d_gamma;
+  bf16 *d_v, *d_z;
+  float *q_sums, *k_sums, *records;
+  int batch, seq, parts;
+};
+
+template <class C>
+struct ChunkMemory {
+  // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
+  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN + 8;
+  static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
+  static constexpr int kKinds = !kOutput ? 0 : C::kWeighted ? 3 : 2;
+  // Tiles of an input, twice.
+  static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kInput = 6 * kPanel;
+  static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
+                       kAdjointM = kM + kPanel;
+  // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
+  static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
+                       kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
+                       kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
+                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
+  static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
+                       kBias = kPhase + C::kTokens * kTurnPitch * 4,        // [side][warp][rank][column]
+      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                       // [v, o, z][warp][rank][p]
+      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 64;
+
+  char* base;
+  // Barriers.
+  __device__ unsigned full(int buffer) const { return at(kBarriers + 8 * buffer); }
+  __device__ unsigned empty(int buffer) const { return at(kBarriers + 16 + 8 * buffer); }
+  __device__ unsigned state_here() const { return at(kBarriers + 32); }
+  __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
+  __device__ unsigned products_here() const { return at(kBarriers + 48); }
+  __device__ unsigned phases_here() const { return at(kBarriers + 56); }
+
+  __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
+  template <typename T>
+  __device__ T* table(int buffer, int offset) const {
+    return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
+  }
+  __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
+  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of four
+  // warps; <T, s> and dO . V, of four warps.
+  __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
+};
+
+enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
+enum Sums { kAlong, kSame, kRead, kWritten, kDown, kCarried = 8 };
+
+// Where a block is.
+template <class C>
+struct ChunkPlace {
+  int b, chunk, chunks, group, part, t0, last, head, heads;  // last: token in the chunk; from that head on, so many
+
+  __device__ ChunkPlace(const ChunkArrays& in) {
+    int index = blockIdx.x;
+    part = index % in.parts, index /= in.parts;
+    group = index % C::kGroups, index /= C::kGroups;
+    chunks = (in.seq + C::kTokens - 1) / C::kTokens;
+    chunk = index % chunks, b = index / chunks;
+    t0 = chunk * C::kTokens;
+    last = min(C::kTokens, in.seq - t0) - 1;
+    const int each = (C::kGroupHeads + in.parts - 1) / in.parts;
+    head = group * C::kGroupHeads + min(part * each, C::kGroupHeads);
+    heads = min(each, (group + 1) * C::kGroupHeads - head);
+  }
+  __device__ long long token_head(const ChunkArrays& in, int c, int h) const {
+    return ((long long)b * in.seq + t0 + c) * C::kHeads + h;
+  }
+  __device__ long long head_token(const ChunkArrays& in, int h) const {
+    return ((long long)b * C::kHeads + h) * in.seq + t0;
+  }
+  __device__ long long q_at(const ChunkArrays& in, int c, int r) const {
+    return ((((long long)b * in.seq + t0 + c) * C::kRank + r) * C::kGroups + group) * C::kN;
+  }
+  __device__ long long param(int h) const { return (long long)C::param_row(b) * C::kHeads + h; }
+  __device__ long long state(int h) const {
+    return (((long long)b * C::kHeads + h) * chunks + chunk) * (C::kN * C::kP);
+  }
+  __device__ float* record(const ChunkArrays& in, int h) const {
+    return in.records + (((long long)b * chunks + chunk) * C::kHeads + h) * C::kRecord;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The third warpgroup.
+
+constexpr int kTeam = 128;  // threads of a warpgroup
+
+// A head's weights of rows, by one warp.
+template <class C>
+__device__ __forceinline__ void stage_rows(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                           const ChunkMemory<C>& memory, int h, int buffer) {
+  const long long head = place.head_token(in, h);
+  const float total = in.decay[head + place.last];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = threadIdx.x % 32 + 32 * i, c = row / C::kRank;
+    const bool there = c <= place.last;
+    const float a = there ? in.decay[head + c] : total, weight = there ? in.f[head + c] : 0.0f;
+    memory.rows(buffer, kDecay)[row] = a;
+    memory.rows(buffer, kF)[row] = weight;
+    memory.rows(buffer, kGamma)[row] = there ? in.gamma[head + c] : 0.0f;
+    memory.rows(buffer, kIn)[row] = exp2_fast(a);
+    memory.rows(buffer, kOut)[row] = weight * exp2_fast(total - a);
+    memory.rows(buffer, kLeft)[row] = exp2_fast(total - a);
+  }
+}
+
+// Cosines and sines [token][pair] in 16 bits.
+template <class C>
+__device__ __forceinline__ void stage_turns(const ChunkArrays& in, const ChunkPlace<C>& place, unsigned* turns, int h) {
+  constexpr int kUnits = C::kPairs / 4;
+#pragma unroll
+  for (int i = 0; i < (C::kTokens * kUnits + kTeam - 1) / kTeam; ++i) {
+    const int unit = threadIdx.x % kTeam + i * kTeam, c = unit / kUnits, pair = unit % kUnits * 4;
+    if (c >= C::kTokens) continue;
+    uint4 phases = make_uint4(0, 0, 0, 0);
+    if (c <= place.last) {
+      phases = *reinterpret_cast<const uint4*>(in.angles + place.token_head(in, c, h) * C::kPairs + pair);
+    }
+    const unsigned phase[4] = {phases.x, phases.y, phases.z, phases.w};
+    unsigned words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float sine, cosine;
+      sincos_of_phase_fast(phase[e], sine, cosine);
+      words[e] = Pair<__half>::of(cosine, sine);
+    }
+    *reinterpret_cast<uint4*>(turns + c * ChunkMemory<C>::kTurnPitch + pair) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated.
+template <class C>
+__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                             const ChunkMemory<C>& memory, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  const long long param = place.param(h) * C::kRank * C::kP;
+  char *values = memory.base + buffer * Memory::kInput + Memory::kV,
+       *adjoints = memory.base + buffer * Memory::kInput + Memory::kAdjoint;
+#pragma unroll
+  for (int i = 0; i < C::kTokens * 8 / kTeam; ++i) {
+    const int unit = threadIdx.x % kTeam + i * kTeam, c = unit / 8, piece = unit % 8, p = piece * 8;
+    uint4 v = make_uint4(0, 0, 0, 0), dy = v, z = v;
+    if (c <= place.last) {
+      const long long at = place.token_head(in, c, h) * C::kP + p;
+      v = read_once(in.v + at);
+      dy = read_once(in.dy + at);
+      if constexpr (C::kGate) z = read_once(in.z + at);
+    }
+    if constexpr (Memory::kOutput) {
+      bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + p;
+      *reinterpret_cast<uint4*>(raw) = dy;
+      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = z;
+      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = v;
+    }
+    float value[8], up[8], raw_gate[8];
+    unpack8(v, value), unpack8(dy, up), unpack8(z, raw_gate);
+#pragma unroll
+    for (int r = 0; r < C::kRank; ++r) {
+      float x[8], y[8], gate[8], weight[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = value[e], y[e] = up[e], gate[e] = raw_gate[e];
+      if constexpr (C::kWeighted) {
+        load8(in.mimo_v + param + r * C::kP + p, weight);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] *= weight[e];
+        load8(in.mimo_o + param + r * C::kP + p, weight);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y[e] *= weight[e];
+      }
+      if constexpr (C::kGate) {
+        if constexpr (C::kWeighted) {
+          load8(in.mimo_z + param + r * C::kP + p, weight);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) gate[e] *= weight[e];
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y[e] *= gate[e] * logistic(gate[e]);
+      }
+      const unsigned to = swizzled(c * C::kRank + r, piece);
+      *reinterpret_cast<uint4*>(values + to) = pack8(x);
+      *reinterpret_cast<uint4*>(adjoints + to) = pack8(y);
+    }
+  }
+}
+
+// Rows of Q and K: biased and turned. A thread keeps its columns; a warp has columns that turn, or none.
+template <class C>
+__device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                           const ChunkMemory<C>& memory, const unsigned* turns, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, unit = uniform(thread / 64) * 8 + thread % 8;
+  const long long param = place.param(h) * C::kRank * C::kN;
+  char* queries = memory.base + buffer * Memory::kInput + Memory::kQ + unit / 8 * kPanel;
+  char* keys = queries + Memory::kK - Memory::kQ;
+#pragma unroll
+  for (int i = 0; i < C::kTokens / 8; ++i) {
+    const int c = thread / 8 % 8 + 8 * i;
+    uint4 q[C::kRank], k[C::kRank], turn = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int r = 0; r < C::kRank; ++r) {
+      q[r] = k[r] = make_uint4(0, 0, 0, 0);
+      if (c <= place.last) {
+        q[r] = load_unit<C>(in.q + place.q_at(in, c, r), unit);
+        k[r] = load_unit<C>(in.k + place.q_at(in, c, r), unit);
+      }
+    }
+    if (unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns + c * Memory::kTurnPitch + unit * 4);
+    const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+    float cosine[4], sine[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) cosine[e] = Pair<__half>::low(words[e]), sine[e] = Pair<__half>::high(words[e]);
+    const auto finished = [&](uint4 raw, const float* bias) {
+      float x[8], b[8];
+      unpack8(raw, x);
+      load_bias<C>(bias, unit, b);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += b[e];
+      if (unit < C::kPairs / 4) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
+      }
+      return c <= place.last ? pack8(x) : make_uint4(0, 0, 0, 0);
+    };
+#pragma unroll
+    for (int r = 0; r < C::kRank; ++r) {
+      const unsigned to = swizzled(c * C::kRank + r, unit % 8);
+      *reinterpret_cast<uint4*>(queries + to) = finished(q[r], in.q_bias + param + r * C::kN);
+      *reinterpret_cast<uint4*>(keys + to) = finished(k[r], in.k_bias + param + r * C::kN);
+    }
+  }
+}
+
+// Decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows.
+template <class C>
+__device__ __forceinline__ void finish_sums(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int h, int buffer) {
+  const int lane = threadIdx.x % 32;
+  const long long head = place.head_token(in, h);
+  const auto row_of = [&](int which, int row) { return memory.rows(buffer, which)[row]; };
+  const auto sum_of = [&](int which, int row) { return memory.sums(buffer, which)[row]; };
+  float e[2], weight[2], diagonal[2], ends = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const float below = sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
+    const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
+    e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+    weight[i] = below + row_of(kLeft, row) * out;
+    diagonal[i] = sum_of(kSame, row);
+    ends += leaving;
+  }
+  const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
+  const float carried = others[0] + others[1] + (others[2] + others[3]);
+  ends = warp_sum(ends) + exp2_fast(row_of(kDecay, C::kRows - 1)) * carried;
+  if (C::kSkip && lane == 0) {
+    place.record(in, h)[C::kSkipAt] = others[4] + others[5] + (others[6] + others[7]);
+  }
+  float suffix = e[0] + e[1];
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float other = __shfl_down_sync(0xffffffff, suffix, offset);
+    if (lane + offset < 32) suffix += other;
+  }
+  if constexpr (C::kRank == 1) {
+    const float after = __shfl_down_sync(0xffffffff, suffix, 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = 2 * lane + i;
+      if (c > place.last) continue;
+      in.d_adt[head + c] = (i == 0 ? suffix : e[1] + (lane == 31 ? 0.0f : after)) + ends;
+      in.d_f[head + c] = weight[i];
+      in.d_gamma[head + c] = diagonal[i];
+    }
+  } else {
+    float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
+#pragma unroll
+    for (int offset = 1; offset < C::kRank / 2; offset *= 2) {
+      sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
+      sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
+    }
+    const int c = 2 * lane / C::kRank;
+    if (2 * lane % C::kRank == 0 && c <= place.last) {
+      in.d_adt[head + c] = suffix + ends;
+      in.d_f[head + c] = sum_f;
+      in.d_gamma[head + c] = sum_gamma;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                              const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = 0; i < place.heads + 2; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    if (i >= 2) {
+      barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+      if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
+      __syncwarp();
+    }
+    if (i >= place.heads) continue;
+    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
+    stage_turns<C>(in, place, turns, h);
+    if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
+    if constexpr (C::kWeighted) {
+      constexpr int kEach = C::kRank * C::kP / 4;
+      for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
+        const int which = j / kEach, r = j % kEach / (C::kP / 4), p = j % (C::kP / 4) * 4;
+        const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
+        *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
+                                   (which * C::kRank + r) * Memory::kWidePitch + p) =
+            __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + p));
+      }
+    }
+    stage_values<C>(in, place, memory, h, buffer);
+    named_barrier(1, kTeam);
+    stage_keys<C>(in, place, memory, turns, h, buffer);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.full(buffer));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What both sides do with dQ or dK: turn it back, and what the phases, the biases and the group get of it.
+
+// Sums over the four warps of a side into a record: `kinds` blocks of [rank][kWidth], `apart` further in the record.
+template <class C, int kWidth, int kPitch>
+__device__ __forceinline__ void sum_of_warps(const float* slots, float* to) {
+#pragma unroll
+  for (int i = 0; i < (C::kRank * kWidth + kTeam - 1) / kTeam; ++i) {
+    const int at = threadIdx.x % kTeam + i * kTeam, from = at / kWidth * kPitch + at % kWidth;
+    if (at >= C::kRank * kWidth) continue;
+    constexpr int kNext = C::kRank * kPitch;
+    to[at] = slots[from] + slots[from + kNext] + (slots[from + 2 * kNext] + slots[from + 3 * kNext]);
+  }
+}
+
+// tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
+template <class C>
+__device__ __forceinline__ void turn_back(float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
+                                          const char* tile, const unsigned* turns, float* bias) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const char* from = tile + row * 128 + lane % 4 * 4;
+  const unsigned* cosines = turns + row / C::kRank * Memory::kTurnPitch + lane % 4;
+  float sums[32];
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    if (j < kTurned) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &x = d[4 * j + 2 * half], &y = d[4 * j + 2 * half + 1];
+        const float2 was = unpack2(*reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 +
+                                                                      ((j % 8) ^ (lane / 4)) * 16));
+        const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
+        turn[half * kTurned + j] = y * was.x - x * was.y;
+        rotate(x, y, -Pair<__half>::high(cs), Pair<__half>::low(cs));
+      }
+    }
+    sums[2 * j] = d[4 * j] + d[4 * j + 2];
+    sums[2 * j + 1] = d[4 * j + 1] + d[4 * j + 3];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) group[4 * j + e] += d[4 * j + e];
+  }
+  share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
+  share_sums<32, 16, 4 * C::kRank>(sums);
+  constexpr int kOwn = 4 * C::kRank;  // of the sums
+  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
+              lane / (4 * C::kRank) * (kOwn / 2) * 8;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
+}
+
+// body(i, token, pair) for what `turn_back` leaves to a lane.
+template <class C, class Body>
+__device__ __forceinline__ void each_turn(Body body) {
+  constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = rank * kOwn + i;
+    body(i, (row + at / kTurned * 8) / C::kRank, at % kTurned * 4 + lane % 4);
+  }
+}
+
+// The group's sums, in the order of tiles.
+template <class C>
+__device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPlace<C>& place, float* sums,
+                                            const float (&group)[64]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  sums += (long long)place.part * in.batch * in.seq * C::kRank * C::kGroups * C::kN;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int c = (row + 8 * half) / C::kRank;
+    if (c > place.last) continue;
+    float* to = sums + place.q_at(in, c, row % C::kRank) + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(group[4 * j + 2 * half], group[4 * j + 2 * half + 1]);
+    }
+  }
+}
+
+// Multiplies the rows of accumulators.
+template <int Size>
+__device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  const float low = rows[row], high = rows[row + 8];
+#pragma unroll
+  for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
+}
+
+// The pair of neighbouring columns from 8 * j + 2 * (lane % 4) on of a row of a panel; row % 8 is lane / 4.
+__device__ __forceinline__ float2 pair_of_panel(const char* panel, int row, int j) {
+  const int lane = threadIdx.x % 32;
+  return unpack2(*reinterpret_cast<const unsigned*>(panel + row * 128 + (j ^ (lane / 4)) * 16 + lane % 4 * 4));
+}
+
+// Row sums of d times a panel.
+__device__ __forceinline__ void store_dots(const float (&d)[32], const char* panel, float* to) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 with = pair_of_panel(panel, row + 8 * half, j);
+      sum += d[4 * j + 2 * half] * with.x + d[4 * j + 2 * half + 1] * with.y;
+    }
+    sum = quad_sum(sum);
+    if (lane % 4 == 0) to[row + 8 * half] = sum;
+  }
+}
+
+// Eight values of each lane, [column of accumulators][half of the rows][2], summed over the ranks, to rows of tokens.
+// to: at the token of the lane's first row and its first column; rest: tokens after that one that there are.
+template <class C>
+__device__ __forceinline__ void store_folded(bf16* to, float (&x)[8], int rest) {
+  share_sums<8, 2 * C::kRank, 4>(x);
+  constexpr int kOwn = 8 / C::kRank;
+  const int rank = threadIdx.x % 32 / 4 % C::kRank;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) {
+    const int at = (rank * kOwn + i) / 2, later = at % 2 * 8 / C::kRank;
+    if (later <= rest) {
+      *reinterpret_cast<unsigned*>(to + (long long)later * C::kHeads * C::kP + at / 2 * 8) = Pairs16::of(x[i], x[i + 1]);
+    }
+  }
+}
+
+// Sixteen values of each lane, [column of accumulators][2], summed over tokens, to [rank][p].
+template <class C>
+__device__ __forceinline__ void store_rank_sums(float* to, float (&x)[16]) {
+  share_sums<16, 16, 4 * C::kRank>(x);
+  constexpr int kOwn = 2 * C::kRank;
+  const int lane = threadIdx.x % 32;
+  to += (threadIdx.x / 32 % 4 * C::kRank + lane / 4 % C::kRank) * ChunkMemory<C>::kWidePitch + lane % 4 * 2 +
+        lane / (4 * C::kRank) * (kOwn / 2) * 8;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(x[i], x[i + 1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The query side.
+
+// M and dM from QK' and dO V', and the sums of their elements.
+template <class C>
+__device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const ChunkMemory<C>& memory, int buffer) {
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4), row = warp * 16 + lane / 4;
+  const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF);
+  float along[2] = {}, same[2] = {}, down[16];
+  const float a[2] = {decay[row], decay[row + 8]};
+  const float gamma[2] = {memory.rows(buffer, kGamma)[row], memory.rows(buffer, kGamma)[row + 8]};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int column = 8 * j + lane % 4 * 2;
+    down[2 * j] = down[2 * j + 1] = 0.0f;
+    if (j > 2 * warp + 1) {  // later tokens
+#pragma unroll
+      for (int e = 0; e < 4; ++e) qk[4 * j + e] = ov[4 * j + e] = 0.0f;
+      continue;
+    }
+    const bool all = j < 2 * warp;  // of them are earlier
+    const float2 a_j = *reinterpret_cast<const float2*>(decay + column),
+                 f_j = *reinterpret_cast<const float2*>(f + column);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float decayed = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
+        const int before = (row + 8 * half) / C::kRank - (column + e) / C::kRank;
+        if (e == 0 || C::kRank == 1) {
+          const float exponent = a[half] - (e ? a_j.y : a_j.x);
+          decayed = exp2_fast(all || before > 0 ? exponent : -1e30f);
+        }
+        const float weight = e ? f_j.y : f_j.x, product = x * y;
+        float w = decayed * weight;
+        if (all) {
+          down[2 * j + e] += product * decayed;
+          along[half] += product * w;
+        } else {
+          const float part = before > 0 ? product * decayed : 0.0f;
+          down[2 * j + e] += part;
+          along[half] += part * weight;
+          if (before == 0) {
+            same[half] += product;
+            w = gamma[half];
+          }
+          if (before < 0) x = y = 0.0f;
+        }
+        x *= w;
+        y *= w;
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
+    if (lane % 4 == 0) {
+      memory.sums(buffer, kAlong)[row + 8 * half] = sum;
+      memory.sums(buffer, kSame)[row + 8 * half] = sum_same;
+    }
+  }
+  share_sums<16, 16, 4>(down);
+  *reinterpret_cast<float2*>(memory.sums(buffer, kDown + warp) + lane / 4 * 8 + lane % 4 * 2) =
+      make_float2(down[0], down[1]);
+}
+
+// What depends on the output, o being that without the skip.
+template <class C>
+__device__ __forceinline__ void output_gradients(const float (&o)[32], const ChunkArrays& in,
+                                                 const ChunkPlace<C>& place, const ChunkMemory<C>& memory, int h,
+                                                 int buffer) {
+  using Memory = ChunkMemory<C>;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+  const int c = row / C::kRank, lane_column = lane % 4 * 2;
+  const float skip = C::kSkip ? in.D[place.param(h)] : 0.0f;
+  const char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  bf16* d_z = in.d_z + place.token_head(in, c, h) * C::kP + lane_column;
+  float d_fold[16], d_spread[16], d_gate[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float2 fold = make_float2(1.0f, 1.0f), spread = fold;
+    if constexpr (C::kWeighted) {
+      fold = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j);
+      spread = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+    }
+    float2 sum_fold = make_float2(0.0f, 0.0f), sum_spread = sum_fold;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bf16* own = raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j;
+      const float2 up = unpack2(*reinterpret_cast<const unsigned*>(own));
+      const float2 value = pair_of_panel(values, row + 8 * half, j);
+      const float2 out = make_float2(o[4 * j + 2 * half] + skip * value.x, o[4 * j + 2 * half + 1] + skip * value.y);
+      if constexpr (C::kGate) {
+        const float2 z = unpack2(*reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch));
+        const float2 gate = make_float2(z.x * spread.x, z.y * spread.y);
+        const float2 on = make_float2(logistic(gate.x), logistic(gate.y));
+        const float2 seen = make_float2(up.x * out.x * on.x, up.y * out.y * on.y);
+        sum_fold.x += seen.x * gate.x, sum_fold.y += seen.y * gate.y;
+        const float dx = seen.x * fold.x * (1.0f + gate.x * (1.0f - on.x));
+        const float dy = seen.y * fold.y * (1.0f + gate.y * (1.0f - on.y));
+        sum_spread.x += dx * z.x, sum_spread.y += dy * z.y;
+        d_gate[j % 2 * 4 + 2 * half] = dx * spread.x;
+        d_gate[j % 2 * 4 + 2 * half + 1] = dy * spread.y;
+      } else {
+        sum_fold.x += up.x * out.x, sum_fold.y += up.y * out.y;
+      }
+    }
+    d_fold[2 * j] = sum_fold.x, d_fold[2 * j + 1] = sum_fold.y;
+    d_spread[2 * j] = sum_spread.x, d_spread[2 * j + 1] = sum_spread.y;
+    if (C::kGate && j % 2) store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+  }
+  if constexpr (C::kWeighted) {
+    float* folds = reinterpret_cast<float*>(memory.base + Memory::kFolds);
+    store_rank_sums<C>(folds + 4 * C::kRank * Memory::kWidePitch, d_fold);
+    store_rank_sums<C>(folds + 8 * C::kRank * Memory::kWidePitch, d_spread);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                           const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam;
+  const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
+  const auto ask = [&](int h) {
+    barrier_expect(memory.state_here(), 2 * kPanel);
+    copy_line_in(state, in.states + place.state(h), 2 * kPanel, memory.state_here());
+  };
+  if (thread == 0) ask(place.head);
+  float group[64] = {};
+#pragma unroll 1
+  for (int i = 0; i < place.heads; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
+                   v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const char* tiles = memory.base + buffer * Memory::kInput;
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    {
+      float qk[32], ov[32];
+      wgmma_fence();
+      multiply_tiles<64, 8, false, false>(qk, q, k, false);
+      multiply_tiles<64, 4, false, false>(ov, adjoint, v, false);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(qk), pin(ov);
+      weigh<C>(qk, ov, memory, buffer);
+      store_panel(m, qk);
+      store_panel(adjoint_m, ov);
+    }
+    fence_async_proxy();
+    named_barrier(2, kTeam);
+    if (thread == 0) barrier_arrive(memory.products_here());
+    barrier_wait(memory.state_here(), i & 1);
+    float d[64];
+    {
+      float o[32];
+      wgmma_fence();
+      multiply_tiles<64, 8, false, false>(o, q, state, false);
+      wgmma_commit();
+      multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(o);
+      store_dots(o, tiles + Memory::kAdjoint, memory.sums(buffer, kRead));
+      if constexpr (Memory::kOutput) {
+        scale_rows(o, memory.rows(buffer, kIn));
+        wgmma_fence();
+        multiply_tiles<64, 4, false, true>(o, m, v, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(o);
+        output_gradients<C>(o, in, place, memory, h, buffer);
+      } else {
+        wgmma_wait<0>();
+      }
+    }
+    pin(d);
+    scale_rows(d, memory.rows(buffer, kIn));
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    float turn[C::kPairs / 2];
+    turn_back<C>(d, group, turn, tiles + Memory::kQ, memory.template table<unsigned>(buffer, Memory::kTurns),
+                 reinterpret_cast<float*>(memory.base + Memory::kBias));
+    barrier_wait(memory.phases_here(), i & 1);  // the key side has done with M and the state as well
+    const float* others = reinterpret_cast<const float*>(memory.base + Memory::kPhase);
+    each_turn<C>([&](int j, int c, int pair) {
+      if (c > place.last) return;
+      float sum = turn[j] + others[c * Memory::kTurnPitch + pair];
+      if (C::kFinal && place.t0 + c == in.seq - 1) {
+        sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + pair];
+      }
+      in.angles[place.token_head(in, c, h) * C::kPairs + pair] = sum;
+    });
+    named_barrier(2, kTeam);
+    if (thread == 0 && i + 1 < place.heads) ask(h + 1);
+    float* record = place.record(in, h);
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
+                                               record + C::kQBiasAt);
+    if constexpr (C::kWeighted) {
+      const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
+    }
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
+  store_group<C>(in, place, in.q_sums, group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The key side.
+
+// d: dV without the skip.
+template <class C>
+__device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                const ChunkMemory<C>& memory, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+  const int c = row / C::kRank, lane_column = lane % 4 * 2;
+  const float skip = C::kSkip ? in.D[place.param(h)] : 0.0f;
+  const char *values = memory.base + buffer * Memory::kInput + Memory::kV,
+             *adjoints = memory.base + buffer * Memory::kInput + Memory::kAdjoint;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch +
+                    lane_column;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  bf16* d_v = in.d_v + place.token_head(in, c, h) * C::kP + lane_column;
+  float d_spread[16], d_value[8], d_skip = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float2 spread = make_float2(1.0f, 1.0f), sum = make_float2(0.0f, 0.0f);
+    if constexpr (C::kWeighted) spread = *reinterpret_cast<const float2*>(weights + 8 * j);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      if constexpr (C::kSkip) {
+        const float2 up = pair_of_panel(adjoints, row + 8 * half, j), value = pair_of_panel(values, row + 8 * half, j);
+        d_skip += up.x * value.x + up.y * value.y;
+        dx.x += skip * up.x, dx.y += skip * up.y;
+      }
+      if constexpr (C::kWeighted) {
+        const float2 v = unpack2(
+            *reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
+        sum.x += dx.x * v.x, sum.y += dx.y * v.y;
+      }
+      float2 own = make_float2(dx.x * spread.x, dx.y * spread.y);
+      if (C::kFinal && rank == 0 && place.t0 + c + half * 8 / C::kRank == in.seq - 1) {
+        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + lane_column;
+        own.x += from[0], own.y += from[1];
+      }
+      d_value[j % 2 * 4 + 2 * half] = own.x, d_value[j % 2 * 4 + 2 * half + 1] = own.y;
+    }
+    d_spread[2 * j] = sum.x, d_spread[2 * j + 1] = sum.y;
+    if (j % 2) store_folded<C>(d_v + (j - 1) * 8, d_value, place.last - c);
+  }
+  if constexpr (C::kWeighted) store_rank_sums<C>(reinterpret_cast<float*>(memory.base + Memory::kFolds), d_spread);
+  if constexpr (C::kSkip) {
+    d_skip = warp_sum(d_skip);
+    if (lane == 0) memory.sums(buffer, kCarried)[4 + threadIdx.x / 32 % 4] = d_skip;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                         const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const unsigned adjoint_state = memory.at(Memory::kStateAdjoint), m = memory.at(Memory::kM),
+                 adjoint_m = memory.at(Memory::kAdjointM);
+  const auto ask = [&](int h) {
+    barrier_expect(memory.adjoint_here(), 2 * kPanel);
+    copy_line_in(adjoint_state, in.adjoints + place.state(h), 2 * kPanel, memory.adjoint_here());
+  };
+  if (thread == 0) ask(place.head);
+  float group[64] = {};
+#pragma unroll 1
+  for (int i = 0; i < place.heads; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
+                   v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const char* tiles = memory.base + buffer * Memory::kInput;
+    float d[64];
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    barrier_wait(memory.adjoint_here(), i & 1);
+    {
+      float dv[32];
+      wgmma_fence();
+      multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
+      wgmma_commit();
+      multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
+      wgmma_commit();
+      barrier_wait(memory.state_here(), i & 1);
+      float carried = 0.0f;  // <T, s>
+#pragma unroll
+      for (int j = 0; j < 2 * kPanel / (16 * kTeam); ++j) {
+        const char* at = memory.base + (j * kTeam + thread) * 16;
+        float x[8], y[8];
+        unpack8(*reinterpret_cast<const uint4*>(at + Memory::kState), x);
+        unpack8(*reinterpret_cast<const uint4*>(at + Memory::kStateAdjoint), y);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) carried += x[e] * y[e];
+      }
+      carried = warp_sum(carried);
+      if (lane == 0) memory.sums(buffer, kCarried)[thread / 32] = carried;
+      wgmma_wait<1>();
+      pin(dv);
+      store_dots(dv, tiles + Memory::kV, memory.sums(buffer, kWritten));
+      scale_rows(dv, memory.rows(buffer, kOut));
+      barrier_wait(memory.products_here(), i & 1);
+      wgmma_fence();
+      multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(dv);
+      value_gradients<C>(dv, in, place, memory, h, buffer);
+    }
+    pin(d);
+    scale_rows(d, memory.rows(buffer, kOut));
+    wgmma_fence();
+    multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    if constexpr (C::kFinal) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (place.t0 + (row + 8 * half) / C::kRank != in.seq - 1) continue;
+        const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + row % C::kRank) * C::kN;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          d[4 * j + 2 * half] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2)];
+          d[4 * j + 2 * half + 1] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2 + 1)];
+        }
+      }
+    }
+    float turn[C::kPairs / 2];
+    float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
+    turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
+    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase);
+    each_turn<C>([&](int j, int c, int pair) { phases[c * Memory::kTurnPitch + pair] = turn[j]; });
+    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
+    named_barrier(3, kTeam);
+    if (thread == 0) {
+      barrier_arrive(memory.phases_here());
+      if (i + 1 < place.heads) ask(h + 1);
+    }
+    float* record = place.record(in, h);
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
+    if constexpr (C::kWeighted) {
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(reinterpret_cast<const float*>(memory.base + Memory::kFolds),
+                                                 record + C::kMimoVAt);
+    }
+    named_barrier(3, kTeam);
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
+  store_group<C>(in, place, in.k_sums, group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class C>
+__global__ void __launch_bounds__(3 * kTeam, 1)
+    mamba3_backward_chunk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
+                          const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
+                          const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
+                          const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
+                          const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v,
+                          bf16* d_z, float* q_sums, float* k_sums, float* records, int batch, int seq, int parts) {
+  extern __shared__ __align__(1024) char shared[];
+  const ChunkArrays in{q,     k,      v,        z,     dy,    q_bias,  k_bias, mimo_v, mimo_o, mimo_z, D,
+                       gamma, f,      decay,    states, adjoints, d_final_angle, d_final_k, d_final_v, angles, d_adt, d_f,
+                       d_gamma, d_v,  d_z,      q_sums, k_sums, records, batch, seq, parts};
+  const ChunkPlace<C> place(in);
+  const ChunkMemory<C> memory{shared};
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      barrier_init(memory.full(buffer), 4);   // warps of the third warpgroup
+      barrier_init(memory.empty(buffer), 8);  // warps of both sides
+    }
+    barrier_init(memory.state_here(), 1);
+    barrier_init(memory.adjoint_here(), 1);
+    barrier_init(memory.products_here(), 1);
+    barrier_init(memory.phases_here(), 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int team = uniform(threadIdx.x / kTeam);
+  if (team == 0) {
+    take_registers<208>();
+    query_side<C>(in, place, memory);
+  } else if (team == 1) {
+    take_registers<208>();
+    key_side<C>(in, place, memory);
+  } else {
+    give_registers<96>();
+    prepare_heads<C>(in, place, memory);
+  }
+}
+
+}  // namespace jax_ssd
