@@ -217,7 +217,7 @@ __device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPla
   const long long param = place.param(h) * C::kRank * C::kN;
   char* queries = memory.base + buffer * Memory::kInput + Memory::kQ + unit / 8 * kPanel;
   char* keys = queries + Memory::kK - Memory::kQ;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < C::kTokens / 8; ++i) {
     const int c = thread / 8 % 8 + 8 * i;
     uint4 q[C::kRank], k[C::kRank], turn = make_uint4(0, 0, 0, 0);
@@ -365,7 +365,7 @@ __device__ __forceinline__ void sum_of_warps(const float* slots, float* to) {
 
 // tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
 template <class C>
-__device__ __forceinline__ void turn_back(float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
+__device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
                                           const char* tile, const unsigned* turns, float* bias) {
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
@@ -375,21 +375,24 @@ __device__ __forceinline__ void turn_back(float (&d)[64], float (&group)[64], fl
   float sums[32];
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
+    float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
     if (j < kTurned) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float &x = d[4 * j + 2 * half], &y = d[4 * j + 2 * half + 1];
+        const float x = own[2 * half], y = own[2 * half + 1];
         const float2 was = unpack2(*reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 +
                                                                       ((j % 8) ^ (lane / 4)) * 16));
         const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
+        const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
         turn[half * kTurned + j] = y * was.x - x * was.y;
-        rotate(x, y, -Pair<__half>::high(cs), Pair<__half>::low(cs));
+        own[2 * half] = x * cosine + y * sine;
+        own[2 * half + 1] = y * cosine - x * sine;
       }
     }
-    sums[2 * j] = d[4 * j] + d[4 * j + 2];
-    sums[2 * j + 1] = d[4 * j + 1] + d[4 * j + 3];
+    sums[2 * j] = own[0] + own[2];
+    sums[2 * j + 1] = own[1] + own[3];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) group[4 * j + e] += d[4 * j + e];
+    for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
   share_sums<32, 16, 4 * C::kRank>(sums);
