@@ -39,6 +39,10 @@ CASES = {
         **{"batch": 1, "seq": 150, "rank": None, "heads": 3, "state": 128, "head_dim": 64, "pairs": 32},
         **{"initial": True, "final": True, "gate": False},
     },
+    "model_segments": {
+        **{"batch": 1, "seq": 300, "rank": 4, "heads": 1, "state": 128, "head_dim": 64, "pairs": 32},
+        **{"initial": True, "final": True},
+    },
     "model_bare": {
         **{"batch": 2, "seq": 70, "rank": 2, "state": 128, "head_dim": 64, "pairs": 16},
         **{"gate": False, "skip": False},

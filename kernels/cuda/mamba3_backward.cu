@@ -497,7 +497,7 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_schedule(const float* angles, const float* adt, const float* dt, const float* trap, const float* start,
                     float* gamma, float* f, float* decay, unsigned* phases) {
-  __shared__ unsigned ends[32][kPairs];
+  __shared__ unsigned ends[Threads / 32][32];
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0);
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
@@ -524,27 +524,41 @@ __global__ void __launch_bounds__(Threads)
     if (c + 1 < kTokens && t + 1 < kSeq) decay[t + 1] = sum;
   }
 
-  constexpr int kRun = (kSeq + 31) / 32;  // tokens of a warp
-  const int begin = min(warp * kRun, kSeq), end = min(begin + kRun, kSeq);
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    const float* angle = angles + token_head(b, 0, h) * kPairs + pair;
-    unsigned sum = 0;
-#pragma unroll 8
-    for (int t = begin; t < end; ++t) {
-      sum += phase_of_turns(turns_of_step(angle[(long long)t * kHeads * kPairs], dt[t]));
-    }
-    ends[warp][pair] = sum;
-  }
-  __syncthreads();
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    const long long at = token_head(b, 0, h) * kPairs + pair;
-    unsigned sum = kHasState ? phase_of_radians(start[((long long)b * kHeads + h) * kPairs + pair]) : 0;
-    for (int w = 0; w < warp; ++w) sum += ends[w][pair];
-#pragma unroll 8
-    for (int t = begin; t < end; ++t) {
-      const long long place = at + (long long)t * kHeads * kPairs;
-      sum += phase_of_turns(turns_of_step(angles[place], dt[t]));
-      phases[place] = sum;
+  // Phases, in rounds: a warp has kRun tokens of one.
+  constexpr int kRun = 16, kRound = Threads / 32 * kRun;
+  for (int pair = lane; pair < (kPairs + 31) / 32 * 32; pair += 32) {
+    const bool there = pair < kPairs;
+    const long long at = token_head(b, 0, h) * kPairs + min(pair, kPairs - 1);
+    unsigned before = 0;
+    if (kHasState && there) before = phase_of_radians(start[((long long)b * kHeads + h) * kPairs + pair]);
+    for (int round = 0; round < kSeq; round += kRound) {
+      const int begin = round + warp * kRun;
+      float angle[kRun], step[kRun];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        const int t = min(begin + i, kSeq - 1);
+        angle[i] = angles[at + (long long)t * kHeads * kPairs];
+        step[i] = dt[t];
+      }
+      unsigned sum[kRun], total = 0;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        total += begin + i < kSeq ? phase_of_turns(turns_of_step(angle[i], step[i])) : 0;
+        sum[i] = total;
+      }
+      ends[warp][lane] = total;
+      __syncthreads();
+      unsigned ahead = before;
+      for (int w = 0; w < Threads / 32; ++w) {
+        const unsigned other = ends[w][lane];
+        if (w < warp) ahead += other;
+        before += other;
+      }
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if (there && begin + i < kSeq) phases[at + (long long)(begin + i) * kHeads * kPairs] = ahead + sum[i];
+      }
+      __syncthreads();
     }
   }
 }
@@ -1538,48 +1552,81 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_time_gradients(const float* angles, const float* dt, const float* trap, const float* d_f,
                           const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start) {
-  constexpr int kRun = (kSeq + 31) / 32, kOwn = (kPairs + 31) / 32;
-  __shared__ float sums[32][kPairs];
+  constexpr int kRun = 8, kRound = Threads / 32 * kRun, kOwn = (kPairs + 31) / 32;  // tokens of a warp, in rounds
+  __shared__ float sums[Threads / 32][kOwn * 32];
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0), first = token_head(b, 0, h) * kPairs;
-  const int begin = min(warp * kRun, kSeq), end = min(begin + kRun, kSeq);
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int t = end - 1; t >= begin; --t) sum += d_angles[first + (long long)t * kHeads * kPairs + pair];
-    sums[warp][pair] = sum;
-  }
-  __syncthreads();
-  float after[kOwn] = {};
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int pair = lane + 32 * i;
-    if (pair >= kPairs) continue;
-    for (int w = 31; w > warp; --w) after[i] += sums[w][pair];
-    if (kHasState && warp == 0) {
-      d_start[((long long)b * kHeads + h) * kPairs + pair] = after[i] + sums[0][pair];
-    }
-  }
-#pragma unroll 4
-  for (int t = end - 1; t >= begin; --t) {
-    const float step = dt[head + t], mix = 1.0f / (1.0f + expf(-trap[head + t]));
-    float d_step = 0.0f;
+  dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
+  float after[kOwn] = {};  // of all later rounds
+  for (int round = (kSeq - 1) / kRound * kRound; round >= 0; round -= kRound) {
+    const int begin = round + warp * kRun;
+    float sum[kOwn][kRun], rate[kOwn][kRun];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int pair = lane + 32 * i;
-      if (pair >= kPairs) continue;
-      const long long at = first + (long long)t * kHeads * kPairs + pair;
-      const float rate = tanhf(angles[at]);
-      after[i] += d_angles[at];
-      d_angles[at] = after[i] * kPi * step * (1.0f - rate * rate);
-      d_step += after[i] * kPi * rate;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const bool there = lane + 32 * i < kPairs && begin + j < kSeq;
+        const long long at = first + (long long)(begin + j) * kHeads * kPairs + lane + 32 * i;
+        sum[i][j] = there ? d_angles[at] : 0.0f;
+        rate[i][j] = there ? angles[at] : 0.0f;
+      }
     }
-    d_step = warp_sum(d_step);
-    if (lane == 0) {
-      const float weight = d_f[head + t], own = weight + d_gamma[head + t];
-      const float before = t > 0 ? d_f[head + t - 1] : 0.0f;
-      d_dt[head + t] = d_step + mix * own + (1.0f - mix) * before;
-      d_trap[head + t] = step * (own - before) * mix * (1.0f - mix);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+      for (int j = kRun - 2; j >= 0; --j) sum[i][j] += sum[i][j + 1];
+      sums[warp][32 * i + lane] = sum[i][0];
+    }
+    __syncthreads();
+    float own[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = after[i];
+      for (int w = Threads / 32 - 1; w >= 0; --w) {
+        const float other = sums[w][32 * i + lane];
+        if (w > warp) own[i] += other;
+        after[i] += other;
+      }
+    }
+    float d_step[kRun];
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int t = begin + j;
+      const float step = dt[min(t, kSeq - 1)];
+      d_step[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const float tanh_angle = tanhf(rate[i][j]), total = own[i] + sum[i][j];
+        if (lane + 32 * i < kPairs && t < kSeq) {
+          d_angles[first + (long long)t * kHeads * kPairs + lane + 32 * i] =
+              total * kPi * step * (1.0f - tanh_angle * tanh_angle);
+          d_step[j] += total * kPi * tanh_angle;
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = 16, count = kRun / 2; offset >= 4; offset /= 2, count /= 2) {  // eight lanes for eight tokens
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const bool upper = lane & offset;
+        const float other = __shfl_xor_sync(0xffffffff, upper ? d_step[j] : d_step[j + count], offset);
+        d_step[j] = (upper ? d_step[j + count] : d_step[j]) + other;
+      }
+    }
+    const float sum_step = quad_sum(d_step[0]);
+    const int t = begin + lane / 4;
+    if (lane % 4 == 0 && t < kSeq) {
+      const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
+      const float weight = d_f[t], own_weight = weight + d_gamma[t], before = t > 0 ? d_f[t - 1] : 0.0f;
+      d_dt[t] = sum_step + mix * own_weight + (1.0f - mix) * before;
+      d_trap[t] = step * (own_weight - before) * mix * (1.0f - mix);
+    }
+    __syncthreads();
+  }
+  if (kHasState && warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (lane + 32 * i < kPairs) d_start[((long long)b * kHeads + h) * kPairs + lane + 32 * i] = after[i];
     }
   }
 }

@@ -128,130 +128,160 @@ __device__ __forceinline__ void stage_rows(const ChunkArrays& in, const ChunkPla
   }
 }
 
-// Cosines and sines [token][pair] in 16 bits.
+// Where a warpgroup's thread finds phases: four pairs of token `token(i)`.
 template <class C>
-__device__ __forceinline__ void stage_turns(const ChunkArrays& in, const ChunkPlace<C>& place, unsigned* turns, int h) {
-  constexpr int kUnits = C::kPairs / 4;
-#pragma unroll
-  for (int i = 0; i < (C::kTokens * kUnits + kTeam - 1) / kTeam; ++i) {
-    const int unit = threadIdx.x % kTeam + i * kTeam, c = unit / kUnits, pair = unit % kUnits * 4;
-    if (c >= C::kTokens) continue;
-    uint4 phases = make_uint4(0, 0, 0, 0);
-    if (c <= place.last) {
-      phases = *reinterpret_cast<const uint4*>(in.angles + place.token_head(in, c, h) * C::kPairs + pair);
-    }
-    const unsigned phase[4] = {phases.x, phases.y, phases.z, phases.w};
-    unsigned words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float sine, cosine;
-      sincos_of_phase_fast(phase[e], sine, cosine);
-      words[e] = Pair<__half>::of(cosine, sine);
-    }
-    *reinterpret_cast<uint4*>(turns + c * ChunkMemory<C>::kTurnPitch + pair) =
-        make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
+struct TurnUnits {
+  static constexpr int kUnits = C::kPairs / 4, kEach = (C::kTokens * kUnits + kTeam - 1) / kTeam;
+  static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
+  uint4 phases[kEach];
 
-// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated.
+  static __device__ __forceinline__ int token(int i) { return (threadIdx.x % kTeam + i * kTeam) / kUnits; }
+  static __device__ __forceinline__ int pair(int i) { return (threadIdx.x % kTeam + i * kTeam) % kUnits * 4; }
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const long long at = place.token_head(in, min(token(i), place.last), h) * C::kPairs + pair(i);
+      phases[i] = *reinterpret_cast<const uint4*>(in.angles + at);
+    }
+  }
+  // As cosines and sines [token][pair] in 16 bits.
+  __device__ __forceinline__ void store(unsigned* turns) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (!kWhole && token(i) >= C::kTokens) continue;
+      const unsigned phase[4] = {phases[i].x, phases[i].y, phases[i].z, phases[i].w};
+      unsigned words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float sine, cosine;
+        sincos_of_phase_fast(phase[e], sine, cosine);
+        words[e] = Pair<__half>::of(cosine, sine);
+      }
+      *reinterpret_cast<uint4*>(turns + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+};
+
+// Eight columns of a token's v, dy and z; zeros if there is no such token.
+template <class C>
+struct ValueUnit {
+  uint4 v, dy, z;
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int c) {
+    v = dy = z = make_uint4(0, 0, 0, 0);
+    if (c > place.last) return;
+    const long long at = place.token_head(in, c, h) * C::kP + threadIdx.x % 8 * 8;
+    v = read_once(in.v + at);
+    dy = read_once(in.dy + at);
+    if constexpr (C::kGate) z = read_once(in.z + at);
+  }
+};
+
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated. next: those of
+// the first of the thread's tokens.
 template <class C>
 __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                             const ChunkMemory<C>& memory, int h, int buffer) {
+                                             const ChunkMemory<C>& memory, ValueUnit<C> next, int h, int buffer) {
   using Memory = ChunkMemory<C>;
-  const long long param = place.param(h) * C::kRank * C::kP;
-  char *values = memory.base + buffer * Memory::kInput + Memory::kV,
-       *adjoints = memory.base + buffer * Memory::kInput + Memory::kAdjoint;
-#pragma unroll
-  for (int i = 0; i < C::kTokens * 8 / kTeam; ++i) {
-    const int unit = threadIdx.x % kTeam + i * kTeam, c = unit / 8, piece = unit % 8, p = piece * 8;
-    uint4 v = make_uint4(0, 0, 0, 0), dy = v, z = v;
-    if (c <= place.last) {
-      const long long at = place.token_head(in, c, h) * C::kP + p;
-      v = read_once(in.v + at);
-      dy = read_once(in.dy + at);
-      if constexpr (C::kGate) z = read_once(in.z + at);
-    }
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + p;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+#pragma unroll 1
+  for (int c = first; c < C::kTokens; c += kTeam / 8) {
+    const ValueUnit<C> own = next;
+    if (c + kTeam / 8 < C::kTokens) next.load(in, place, h, c + kTeam / 8);
     if constexpr (Memory::kOutput) {
       bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + p;
-      *reinterpret_cast<uint4*>(raw) = dy;
-      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = z;
-      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = v;
+      *reinterpret_cast<uint4*>(raw) = own.dy;
+      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = own.z;
+      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = own.v;
     }
-    float value[8], up[8], raw_gate[8];
-    unpack8(v, value), unpack8(dy, up), unpack8(z, raw_gate);
-#pragma unroll
+    float value[8], up[8], gate[8];
+    unpack8(own.v, value), unpack8(own.dy, up), unpack8(own.z, gate);
+#pragma unroll 1
     for (int r = 0; r < C::kRank; ++r) {
-      float x[8], y[8], gate[8], weight[8];
+      float x[8], y[8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = value[e], y[e] = up[e], gate[e] = raw_gate[e];
-      if constexpr (C::kWeighted) {
-        load8(in.mimo_v + param + r * C::kP + p, weight);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] *= weight[e];
-        load8(in.mimo_o + param + r * C::kP + p, weight);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) y[e] *= weight[e];
-      }
-      if constexpr (C::kGate) {
+      for (int e = 0; e < 8; e += 4) {
+        float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
         if constexpr (C::kWeighted) {
-          load8(in.mimo_z + param + r * C::kP + p, weight);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) gate[e] *= weight[e];
+          const float* from = weights + r * Memory::kWidePitch + e;
+          weight_v = *reinterpret_cast<const float4*>(from);
+          weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
+          weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
         }
+        const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
+                    own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
+                    own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
 #pragma unroll
-        for (int e = 0; e < 8; ++e) y[e] *= gate[e] * logistic(gate[e]);
+        for (int i = 0; i < 4; ++i) {
+          x[e + i] = value[e + i] * own_v[i];
+          y[e + i] = up[e + i] * own_o[i];
+          if constexpr (C::kGate) {
+            y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
+          }
+        }
       }
       const unsigned to = swizzled(c * C::kRank + r, piece);
       *reinterpret_cast<uint4*>(values + to) = pack8(x);
-      *reinterpret_cast<uint4*>(adjoints + to) = pack8(y);
+      *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
     }
   }
 }
+
+// Eight columns of a row of q and k, and their biases. Beyond the last token it is that token's again: what these rows
+// meet is zero.
+template <class C>
+struct KeyUnit {
+  uint4 q, k;
+  float q_bias[8], k_bias[8];
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int row, int unit) {
+    const int r = row % C::kRank;
+    const long long at = place.q_at(in, min(row / C::kRank, place.last), r),
+                    bias = (place.param(h) * C::kRank + r) * C::kN;
+    q = load_unit<C>(in.q + at, unit);
+    k = load_unit<C>(in.k + at, unit);
+    load_bias<C>(in.q_bias + bias, unit, q_bias);
+    load_bias<C>(in.k_bias + bias, unit, k_bias);
+  }
+};
 
 // Rows of Q and K: biased and turned. A thread keeps its columns; a warp has columns that turn, or none.
 template <class C>
 __device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPlace<C>& place,
                                            const ChunkMemory<C>& memory, const unsigned* turns, int h, int buffer) {
   using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam, unit = uniform(thread / 64) * 8 + thread % 8;
-  const long long param = place.param(h) * C::kRank * C::kN;
-  char* queries = memory.base + buffer * Memory::kInput + Memory::kQ + unit / 8 * kPanel;
-  char* keys = queries + Memory::kK - Memory::kQ;
+  const int thread = threadIdx.x % kTeam, half = uniform(thread / 64), unit = half * 8 + thread % 8;
+  const bool turning = half * 8 < C::kPairs / 4, own_turn = unit < C::kPairs / 4;
+  char* queries = memory.base + buffer * Memory::kInput + Memory::kQ + half * kPanel;
+  const int first = thread / 8 % 8;  // of the rows, eight apart
+  KeyUnit<C> next;
+  next.load(in, place, h, first, unit);
 #pragma unroll 1
-  for (int i = 0; i < C::kTokens / 8; ++i) {
-    const int c = thread / 8 % 8 + 8 * i;
-    uint4 q[C::kRank], k[C::kRank], turn = make_uint4(0, 0, 0, 0);
+  for (int row = first; row < C::kRows; row += 8) {
+    const KeyUnit<C> own = next;
+    if (row + 8 < C::kRows) next.load(in, place, h, row + 8, unit);
+    float x[8], y[8];
+    unpack8(own.q, x), unpack8(own.k, y);
 #pragma unroll
-    for (int r = 0; r < C::kRank; ++r) {
-      q[r] = k[r] = make_uint4(0, 0, 0, 0);
-      if (c <= place.last) {
-        q[r] = load_unit<C>(in.q + place.q_at(in, c, r), unit);
-        k[r] = load_unit<C>(in.k + place.q_at(in, c, r), unit);
+    for (int e = 0; e < 8; ++e) x[e] += own.q_bias[e], y[e] += own.k_bias[e];
+    if (turning) {
+      uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+      if (own_turn) turn = *reinterpret_cast<const uint4*>(turns + row / C::kRank * Memory::kTurnPitch + unit * 4);
+      const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
+        rotate(x[2 * e], x[2 * e + 1], sine, cosine);
+        rotate(y[2 * e], y[2 * e + 1], sine, cosine);
       }
     }
-    if (unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns + c * Memory::kTurnPitch + unit * 4);
-    const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
-    float cosine[4], sine[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) cosine[e] = Pair<__half>::low(words[e]), sine[e] = Pair<__half>::high(words[e]);
-    const auto finished = [&](uint4 raw, const float* bias) {
-      float x[8], b[8];
-      unpack8(raw, x);
-      load_bias<C>(bias, unit, b);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] += b[e];
-      if (unit < C::kPairs / 4) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
-      }
-      return c <= place.last ? pack8(x) : make_uint4(0, 0, 0, 0);
-    };
-#pragma unroll
-    for (int r = 0; r < C::kRank; ++r) {
-      const unsigned to = swizzled(c * C::kRank + r, unit % 8);
-      *reinterpret_cast<uint4*>(queries + to) = finished(q[r], in.q_bias + param + r * C::kN);
-      *reinterpret_cast<uint4*>(keys + to) = finished(k[r], in.k_bias + param + r * C::kN);
-    }
+    const unsigned to = swizzled(row, unit % 8);
+    *reinterpret_cast<uint4*>(queries + to) = pack8(x);
+    *reinterpret_cast<uint4*>(queries + Memory::kK - Memory::kQ + to) = pack8(y);
   }
 }
 
@@ -316,10 +346,17 @@ template <class C>
 __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const ChunkPlace<C>& place,
                                               const ChunkMemory<C>& memory) {
   using Memory = ChunkMemory<C>;
+  constexpr bool kAhead = TurnUnits<C>::kEach <= 2;  // else there are too few registers
   const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
+    TurnUnits<C> turning;
+    ValueUnit<C> values;
+    if (i < place.heads) {
+      if constexpr (kAhead) turning.load(in, place, h);
+      values.load(in, place, h, threadIdx.x % kTeam / 8);
+    }
     if (i >= 2) {
       barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
       if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
@@ -327,10 +364,12 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     }
     if (i >= place.heads) continue;
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
-    stage_turns<C>(in, place, turns, h);
+    if constexpr (!kAhead) turning.load(in, place, h);
+    turning.store(turns);
     if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
     if constexpr (C::kWeighted) {
       constexpr int kEach = C::kRank * C::kP / 4;
+#pragma unroll
       for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
         const int which = j / kEach, r = j % kEach / (C::kP / 4), p = j % (C::kP / 4) * 4;
         const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
@@ -339,8 +378,8 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
             __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + p));
       }
     }
-    stage_values<C>(in, place, memory, h, buffer);
     named_barrier(1, kTeam);
+    stage_values<C>(in, place, memory, values, h, buffer);
     stage_keys<C>(in, place, memory, turns, h, buffer);
     fence_async_proxy();
     __syncwarp();
@@ -442,26 +481,56 @@ __device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) 
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
 }
 
-// The pair of neighbouring columns from 8 * j + 2 * (lane % 4) on of a row of a panel; row % 8 is lane / 4.
-__device__ __forceinline__ float2 pair_of_panel(const char* panel, int row, int j) {
+// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
+__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
   const int lane = threadIdx.x % 32;
-  return unpack2(*reinterpret_cast<const unsigned*>(panel + row * 128 + (j ^ (lane / 4)) * 16 + lane % 4 * 4));
+  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
 }
 
-// Row sums of d times a panel.
-__device__ __forceinline__ void store_dots(const float (&d)[32], const char* panel, float* to) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 with = pair_of_panel(panel, row + 8 * half, j);
-      sum += d[4 * j + 2 * half] * with.x + d[4 * j + 2 * half + 1] * with.y;
-    }
-    sum = quad_sum(sum);
-    if (lane % 4 == 0) to[row + 8 * half] = sum;
+// Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
+// the element.
+struct RowDots {
+  float low[4], high[4];
+
+  __device__ __forceinline__ RowDots() : low{}, high{} {}
+  __device__ __forceinline__ void add(const unsigned (&rows)[4], unsigned others) {
+    unsigned b[4];
+    load_tiles(b, others);
+    multiply(low, rows, b[0], b[2], bf16());
+    multiply(high, rows, b[1], b[3], bf16());
   }
+  // Whether the lane has rows lane / 4 and lane / 4 + 8.
+  static __device__ __forceinline__ bool here() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
+  __device__ __forceinline__ float first() const { return threadIdx.x & 4 ? low[1] : low[0]; }
+  __device__ __forceinline__ float second() const { return threadIdx.x & 4 ? high[3] : high[2]; }
+  __device__ __forceinline__ float sum() const { return warp_sum(here() ? first() + second() : 0.0f); }
+};
+
+// Of the rows of two tiles of 16 * Steps columns.
+template <int Steps>
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other) {
+  RowDots dots;
+#pragma unroll
+  for (int k = 0; k < Steps; ++k) {
+    unsigned rows[4];
+    load_tiles(rows, fragment_at(tile, k));
+    dots.add(rows, fragment_at(other, k));
+  }
+  return dots;
+}
+
+// Row sums of d, rounded, times a panel.
+__device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel, float* to) {
+  RowDots dots;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    unsigned rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = Pairs16::of(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
+    dots.add(rows, fragment_at(panel, k));
+  }
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  if (RowDots::here()) to[row] = dots.first(), to[row + 8] = dots.second();
 }
 
 // Eight values of each lane, [column of accumulators][half of the rows][2], summed over the ranks, to rows of tokens.
@@ -498,49 +567,31 @@ __device__ __forceinline__ void store_rank_sums(float* to, float (&x)[16]) {
 // M and dM from QK' and dO V', and the sums of their elements.
 template <class C>
 __device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const ChunkMemory<C>& memory, int buffer) {
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4), row = warp * 16 + lane / 4;
-  const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF);
-  float along[2] = {}, same[2] = {}, down[16];
-  const float a[2] = {decay[row], decay[row + 8]};
-  const float gamma[2] = {memory.rows(buffer, kGamma)[row], memory.rows(buffer, kGamma)[row + 8]};
+  constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
+  const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
+  const int token = row / C::kRank - lane % 4 * 2 / C::kRank;  // that of the row, less the offset of the columns'
+  float along[2] = {}, same[2] = {}, down[16] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int column = 8 * j + lane % 4 * 2;
-    down[2 * j] = down[2 * j + 1] = 0.0f;
-    if (j > 2 * warp + 1) {  // later tokens
-#pragma unroll
-      for (int e = 0; e < 4; ++e) qk[4 * j + e] = ov[4 * j + e] = 0.0f;
-      continue;
-    }
-    const bool all = j < 2 * warp;  // of them are earlier
-    const float2 a_j = *reinterpret_cast<const float2*>(decay + column),
-                 f_j = *reinterpret_cast<const float2*>(f + column);
+    const float2 a_j = *reinterpret_cast<const float2*>(decay + 8 * j + lane % 4 * 2),
+                 f_j = *reinterpret_cast<const float2*>(f + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float decayed = 0.0f;
+      float decayed, diagonal;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
+        if (e % kEach == 0) {
+          const int before = token + (8 * half - 8 * j) / C::kRank - e;
+          decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
+          diagonal = before == 0 ? 1.0f : 0.0f;
+        }
         float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-        const int before = (row + 8 * half) / C::kRank - (column + e) / C::kRank;
-        if (e == 0 || C::kRank == 1) {
-          const float exponent = a[half] - (e ? a_j.y : a_j.x);
-          decayed = exp2_fast(all || before > 0 ? exponent : -1e30f);
-        }
-        const float weight = e ? f_j.y : f_j.x, product = x * y;
-        float w = decayed * weight;
-        if (all) {
-          down[2 * j + e] += product * decayed;
-          along[half] += product * w;
-        } else {
-          const float part = before > 0 ? product * decayed : 0.0f;
-          down[2 * j + e] += part;
-          along[half] += part * weight;
-          if (before == 0) {
-            same[half] += product;
-            w = gamma[half];
-          }
-          if (before < 0) x = y = 0.0f;
-        }
+        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+        down[2 * j + e] += product * decayed;
+        along[half] += product * earlier;
+        same[half] += product * diagonal;
         x *= w;
         y *= w;
       }
@@ -555,11 +606,11 @@ __device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const Ch
     }
   }
   share_sums<16, 16, 4>(down);
-  *reinterpret_cast<float2*>(memory.sums(buffer, kDown + warp) + lane / 4 * 8 + lane % 4 * 2) =
+  *reinterpret_cast<float2*>(memory.sums(buffer, kDown) + warp * C::kRows + lane / 4 * 8 + lane % 4 * 2) =
       make_float2(down[0], down[1]);
 }
 
-// What depends on the output, o being that without the skip.
+// What depends on the output o.
 template <class C>
 __device__ __forceinline__ void output_gradients(const float (&o)[32], const ChunkArrays& in,
                                                  const ChunkPlace<C>& place, const ChunkMemory<C>& memory, int h,
@@ -567,43 +618,43 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   using Memory = ChunkMemory<C>;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  const float skip = C::kSkip ? in.D[place.param(h)] : 0.0f;
-  const char* values = memory.base + buffer * Memory::kInput + Memory::kV;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(in, c, h) * C::kP + lane_column;
   float d_fold[16], d_spread[16], d_gate[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    float2 fold = make_float2(1.0f, 1.0f), spread = fold;
+    float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
     if constexpr (C::kWeighted) {
-      fold = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j);
-      spread = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+      const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
+                   z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+      fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
     }
-    float2 sum_fold = make_float2(0.0f, 0.0f), sum_spread = sum_fold;
+    float sum_fold[2] = {}, sum_spread[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bf16* own = raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j;
-      const float2 up = unpack2(*reinterpret_cast<const unsigned*>(own));
-      const float2 value = pair_of_panel(values, row + 8 * half, j);
-      const float2 out = make_float2(o[4 * j + 2 * half] + skip * value.x, o[4 * j + 2 * half + 1] + skip * value.y);
-      if constexpr (C::kGate) {
-        const float2 z = unpack2(*reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch));
-        const float2 gate = make_float2(z.x * spread.x, z.y * spread.y);
-        const float2 on = make_float2(logistic(gate.x), logistic(gate.y));
-        const float2 seen = make_float2(up.x * out.x * on.x, up.y * out.y * on.y);
-        sum_fold.x += seen.x * gate.x, sum_fold.y += seen.y * gate.y;
-        const float dx = seen.x * fold.x * (1.0f + gate.x * (1.0f - on.x));
-        const float dy = seen.y * fold.y * (1.0f + gate.y * (1.0f - on.y));
-        sum_spread.x += dx * z.x, sum_spread.y += dy * z.y;
-        d_gate[j % 2 * 4 + 2 * half] = dx * spread.x;
-        d_gate[j % 2 * 4 + 2 * half + 1] = dy * spread.y;
-      } else {
-        sum_fold.x += up.x * out.x, sum_fold.y += up.y * out.y;
+      const unsigned raw_up = *reinterpret_cast<const unsigned*>(own);
+      unsigned raw_z = 0;
+      if constexpr (C::kGate) raw_z = *reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch);
+      const float2 ups = unpack2(raw_up), gates = unpack2(raw_z);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
+        if constexpr (C::kGate) {
+          const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
+          const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
+          const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
+          sum_fold[e] += up * silu;
+          sum_spread[e] += dx * z;
+          d_gate[j % 2 * 4 + 2 * half + e] = dx * (fold[e] * spread[e]);
+        } else {
+          sum_fold[e] += up;
+        }
       }
     }
-    d_fold[2 * j] = sum_fold.x, d_fold[2 * j + 1] = sum_fold.y;
-    d_spread[2 * j] = sum_spread.x, d_spread[2 * j + 1] = sum_spread.y;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
     if (C::kGate && j % 2) store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
   }
   if constexpr (C::kWeighted) {
@@ -644,6 +695,14 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       store_panel(m, qk);
       store_panel(adjoint_m, ov);
     }
+    if constexpr (C::kSkip) {  // on the diagonal of M
+      __syncwarp();
+      if (thread % 32 < 16) {
+        const int row = thread / 32 * 16 + thread % 32;
+        bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
+        *own = __float2bfloat16_rn(__bfloat162float(*own) + in.D[place.param(h)]);
+      }
+    }
     fence_async_proxy();
     named_barrier(2, kTeam);
     if (thread == 0) barrier_arrive(memory.products_here());
@@ -658,7 +717,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       wgmma_commit();
       wgmma_wait<1>();
       pin(o);
-      store_dots(o, tiles + Memory::kAdjoint, memory.sums(buffer, kRead));
+      store_dots(o, adjoint, memory.sums(buffer, kRead));
       if constexpr (Memory::kOutput) {
         scale_rows(o, memory.rows(buffer, kIn));
         wgmma_fence();
@@ -710,33 +769,25 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
 // ---------------------------------------------------------------------------------------------------------------------
 // The key side.
 
-// d: dV without the skip.
+// d: dV.
 template <class C>
 __device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
                                                 const ChunkMemory<C>& memory, int h, int buffer) {
   using Memory = ChunkMemory<C>;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  const float skip = C::kSkip ? in.D[place.param(h)] : 0.0f;
-  const char *values = memory.base + buffer * Memory::kInput + Memory::kV,
-             *adjoints = memory.base + buffer * Memory::kInput + Memory::kAdjoint;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch +
                     lane_column;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_v = in.d_v + place.token_head(in, c, h) * C::kP + lane_column;
-  float d_spread[16], d_value[8], d_skip = 0.0f;
+  float d_spread[16], d_value[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     float2 spread = make_float2(1.0f, 1.0f), sum = make_float2(0.0f, 0.0f);
     if constexpr (C::kWeighted) spread = *reinterpret_cast<const float2*>(weights + 8 * j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-      if constexpr (C::kSkip) {
-        const float2 up = pair_of_panel(adjoints, row + 8 * half, j), value = pair_of_panel(values, row + 8 * half, j);
-        d_skip += up.x * value.x + up.y * value.y;
-        dx.x += skip * up.x, dx.y += skip * up.y;
-      }
+      const float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
       if constexpr (C::kWeighted) {
         const float2 v = unpack2(
             *reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
@@ -753,10 +804,6 @@ __device__ __forceinline__ void value_gradients(const float (&d)[32], const Chun
     if (j % 2) store_folded<C>(d_v + (j - 1) * 8, d_value, place.last - c);
   }
   if constexpr (C::kWeighted) store_rank_sums<C>(reinterpret_cast<float*>(memory.base + Memory::kFolds), d_spread);
-  if constexpr (C::kSkip) {
-    d_skip = warp_sum(d_skip);
-    if (lane == 0) memory.sums(buffer, kCarried)[4 + threadIdx.x / 32 % 4] = d_skip;
-  }
 }
 
 template <class C>
@@ -789,21 +836,15 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
       multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
       wgmma_commit();
       barrier_wait(memory.state_here(), i & 1);
-      float carried = 0.0f;  // <T, s>
-#pragma unroll
-      for (int j = 0; j < 2 * kPanel / (16 * kTeam); ++j) {
-        const char* at = memory.base + (j * kTeam + thread) * 16;
-        float x[8], y[8];
-        unpack8(*reinterpret_cast<const uint4*>(at + Memory::kState), x);
-        unpack8(*reinterpret_cast<const uint4*>(at + Memory::kStateAdjoint), y);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) carried += x[e] * y[e];
+      const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
+      const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
+      if (lane == 0) {
+        memory.sums(buffer, kCarried)[thread / 32] = carried;
+        memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
       }
-      carried = warp_sum(carried);
-      if (lane == 0) memory.sums(buffer, kCarried)[thread / 32] = carried;
       wgmma_wait<1>();
       pin(dv);
-      store_dots(dv, tiles + Memory::kV, memory.sums(buffer, kWritten));
+      store_dots(dv, v, memory.sums(buffer, kWritten));
       scale_rows(dv, memory.rows(buffer, kOut));
       barrier_wait(memory.products_here(), i & 1);
       wgmma_fence();

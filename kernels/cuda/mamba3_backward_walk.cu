@@ -145,7 +145,7 @@ struct Walker {
           for (int e = 0; e < 8; ++e) gate[e] *= weight[e];
         }
 #pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] *= gate[e] * logistic(gate[e]);
+        for (int e = 0; e < 8; ++e) x[e] *= silu_of_half(0.5f * gate[e]);
       }
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] *= raw.scale[i];
