@@ -72,6 +72,7 @@ enum Sums { kAlong, kSame, kRead, kWritten, kDown, kCarried = 8 };
 template <class C>
 struct ChunkPlace {
   int b, chunk, chunks, group, part, t0, last, head, heads;  // last: token in the chunk; from that head on, so many
+  long long token;                                           // the chunk's first, of all rows
 
   __device__ ChunkPlace(const ChunkArrays& in) {
     int index = blockIdx.x;
@@ -81,18 +82,20 @@ struct ChunkPlace {
     chunk = index % chunks, b = index / chunks;
     t0 = chunk * C::kTokens;
     last = min(C::kTokens, in.seq - t0) - 1;
+    token = (long long)b * in.seq + t0;
     const int each = (C::kGroupHeads + in.parts - 1) / in.parts;
     head = group * C::kGroupHeads + min(part * each, C::kGroupHeads);
     heads = min(each, (group + 1) * C::kGroupHeads - head);
   }
-  __device__ long long token_head(const ChunkArrays& in, int c, int h) const {
-    return ((long long)b * in.seq + t0 + c) * C::kHeads + h;
+  // Where `size` elements of a token and head begin: a long long, and what is an int inside a chunk.
+  __device__ long long token_head(int c, int h, int size) const {
+    return token * (C::kHeads * size) + (c * C::kHeads + h) * size;
   }
   __device__ long long head_token(const ChunkArrays& in, int h) const {
     return ((long long)b * C::kHeads + h) * in.seq + t0;
   }
-  __device__ long long q_at(const ChunkArrays& in, int c, int r) const {
-    return ((((long long)b * in.seq + t0 + c) * C::kRank + r) * C::kGroups + group) * C::kN;
+  __device__ long long q_at(int c, int r) const {
+    return token * (C::kRank * C::kGroups * C::kN) + ((c * C::kRank + r) * C::kGroups + group) * C::kN;
   }
   __device__ long long param(int h) const { return (long long)C::param_row(b) * C::kHeads + h; }
   __device__ long long state(int h) const {
@@ -141,7 +144,7 @@ struct TurnUnits {
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const long long at = place.token_head(in, min(token(i), place.last), h) * C::kPairs + pair(i);
+      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs) + pair(i);
       phases[i] = *reinterpret_cast<const uint4*>(in.angles + at);
     }
   }
@@ -172,7 +175,7 @@ struct ValueUnit {
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int c) {
     v = dy = z = make_uint4(0, 0, 0, 0);
     if (c > place.last) return;
-    const long long at = place.token_head(in, c, h) * C::kP + threadIdx.x % 8 * 8;
+    const long long at = place.token_head(c, h, C::kP) + threadIdx.x % 8 * 8;
     v = read_once(in.v + at);
     dy = read_once(in.dy + at);
     if constexpr (C::kGate) z = read_once(in.z + at);
@@ -231,46 +234,41 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   }
 }
 
-// Eight columns of a row of q and k, and their biases. Beyond the last token it is that token's again: what these rows
-// meet is zero.
-template <class C>
-struct KeyUnit {
-  uint4 q, k;
-  float q_bias[8], k_bias[8];
-
-  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int row, int unit) {
-    const int r = row % C::kRank;
-    const long long at = place.q_at(in, min(row / C::kRank, place.last), r),
-                    bias = (place.param(h) * C::kRank + r) * C::kN;
-    q = load_unit<C>(in.q + at, unit);
-    k = load_unit<C>(in.k + at, unit);
-    load_bias<C>(in.q_bias + bias, unit, q_bias);
-    load_bias<C>(in.k_bias + bias, unit, k_bias);
-  }
-};
-
-// Rows of Q and K: biased and turned. A thread keeps its columns; a warp has columns that turn, or none.
-template <class C>
+// Rows of Q and K: biased and turned. A thread keeps its columns and its rank, its rows are eight apart; a warp has
+// columns that turn, or none. Beyond the last token it is that token's again: what these rows meet is zero.
+template <class C, bool Turning>
 __device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPlace<C>& place,
                                            const ChunkMemory<C>& memory, const unsigned* turns, int h, int buffer) {
   using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam, half = uniform(thread / 64), unit = half * 8 + thread % 8;
-  const bool turning = half * 8 < C::kPairs / 4, own_turn = unit < C::kPairs / 4;
-  char* queries = memory.base + buffer * Memory::kInput + Memory::kQ + half * kPanel;
-  const int first = thread / 8 % 8;  // of the rows, eight apart
-  KeyUnit<C> next;
-  next.load(in, place, h, first, unit);
+  constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
+  constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
+  const int thread = threadIdx.x % kTeam, half = thread / 64, unit = half * 8 + thread % 8;
+  const int first = thread / 8 % 8, rank = first % C::kRank;
+  const bool own_turn = unit < C::kPairs / 4;
+  char* to = memory.base + buffer * Memory::kInput + Memory::kQ + half * kPanel + swizzled(first, unit % 8);
+  turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
+
+  int c = first / C::kRank;
+  const long long at = place.q_at(min(c, place.last), rank), bias = (place.param(h) * C::kRank + rank) * C::kN;
+  const bf16 *q = in.q + at, *k = in.k + at;
+  float q_bias[8], k_bias[8];
+  load_bias<C>(in.q_bias + bias, unit, q_bias);
+  load_bias<C>(in.k_bias + bias, unit, k_bias);
+  uint4 next_q = load_unit<C>(q, unit), next_k = load_unit<C>(k, unit);
 #pragma unroll 1
-  for (int row = first; row < C::kRows; row += 8) {
-    const KeyUnit<C> own = next;
-    if (row + 8 < C::kRows) next.load(in, place, h, row + 8, unit);
+  for (int i = 0; i < 8; ++i) {
     float x[8], y[8];
-    unpack8(own.q, x), unpack8(own.k, y);
+    unpack8(next_q, x), unpack8(next_k, y);
+    if (i < 7) {
+      c += kNext;
+      if (c <= place.last) q += kStride, k += kStride;
+      next_q = load_unit<C>(q, unit), next_k = load_unit<C>(k, unit);
+    }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] += own.q_bias[e], y[e] += own.k_bias[e];
-    if (turning) {
+    for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
+    if constexpr (Turning) {
       uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
-      if (own_turn) turn = *reinterpret_cast<const uint4*>(turns + row / C::kRank * Memory::kTurnPitch + unit * 4);
+      if (C::kPairs % 32 == 0 || own_turn) turn = *reinterpret_cast<const uint4*>(turns);
       const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -279,9 +277,9 @@ __device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPla
         rotate(y[2 * e], y[2 * e + 1], sine, cosine);
       }
     }
-    const unsigned to = swizzled(row, unit % 8);
-    *reinterpret_cast<uint4*>(queries + to) = pack8(x);
-    *reinterpret_cast<uint4*>(queries + Memory::kK - Memory::kQ + to) = pack8(y);
+    *reinterpret_cast<uint4*>(to) = pack8(x);
+    *reinterpret_cast<uint4*>(to + Memory::kK - Memory::kQ) = pack8(y);
+    to += 1024, turns += kNext * Memory::kTurnPitch;
   }
 }
 
@@ -380,7 +378,11 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     }
     named_barrier(1, kTeam);
     stage_values<C>(in, place, memory, values, h, buffer);
-    stage_keys<C>(in, place, memory, turns, h, buffer);
+    if (warp / 2 * 8 < C::kPairs / 4) {
+      stage_keys<C, true>(in, place, memory, turns, h, buffer);
+    } else {
+      stage_keys<C, false>(in, place, memory, turns, h, buffer);
+    }
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.full(buffer));
@@ -464,7 +466,7 @@ __device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPl
   for (int half = 0; half < 2; ++half) {
     const int c = (row + 8 * half) / C::kRank;
     if (c > place.last) continue;
-    float* to = sums + place.q_at(in, c, row % C::kRank) + lane % 4 * 2;
+    float* to = sums + place.q_at(c, row % C::kRank) + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       *reinterpret_cast<float2*>(to + 8 * j) = make_float2(group[4 * j + 2 * half], group[4 * j + 2 * half + 1]);
@@ -620,7 +622,7 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
-  bf16* d_z = in.d_z + place.token_head(in, c, h) * C::kP + lane_column;
+  bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
   float d_fold[16], d_spread[16], d_gate[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -748,7 +750,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       if (C::kFinal && place.t0 + c == in.seq - 1) {
         sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + pair];
       }
-      in.angles[place.token_head(in, c, h) * C::kPairs + pair] = sum;
+      in.angles[place.token_head(c, h, C::kPairs) + pair] = sum;
     });
     named_barrier(2, kTeam);
     if (thread == 0 && i + 1 < place.heads) ask(h + 1);
@@ -779,7 +781,7 @@ __device__ __forceinline__ void value_gradients(const float (&d)[32], const Chun
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch +
                     lane_column;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
-  bf16* d_v = in.d_v + place.token_head(in, c, h) * C::kP + lane_column;
+  bf16* d_v = in.d_v + place.token_head(c, h, C::kP) + lane_column;
   float d_spread[16], d_value[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -933,7 +935,7 @@ __global__ void __launch_bounds__(3 * kTeam, 1)
     take_registers<208>();
     key_side<C>(in, place, memory);
   } else {
-    give_registers<96>();
+    give_registers<88>();
     prepare_heads<C>(in, place, memory);
   }
 }

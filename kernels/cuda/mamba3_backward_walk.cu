@@ -50,105 +50,111 @@ template <class C, bool Backward>
 struct Walker {
   using Memory = WalkMemory<C>;
   static constexpr int kKeyTokens = C::kTokens / 16;  // of a thread, with all ranks
-  static constexpr int kValues = 2;                   // rows of a thread
+  // A thread has two rows of values, of one token if there are ranks enough, else of two tokens.
+  static constexpr bool kOneToken = C::kRank > 1;
+  static constexpr int kValueTokens = kOneToken ? 1 : 2;
 
   const WalkArrays& in;
   char* memory;
   int b, h;
   int unit;  // eight columns of keys, the thread's: a warp has columns that turn, or none
+  // Where the thread's columns of token 0 are.
+  const bf16 *key, *value, *gate;
+  const unsigned* phase;
+  const float *decay, *f;
+
+  __device__ Walker(const WalkArrays& arrays, char* shared, int row, int head)
+      : in(arrays), memory(shared), b(row), h(head), unit(uniform(threadIdx.x / 128) * 8 + threadIdx.x % 8) {
+    const long long tokens = (long long)b * in.seq, schedule = ((long long)b * C::kHeads + h) * in.seq;
+    const long long at = (tokens * C::kHeads + h) * C::kP + threadIdx.x % 8 * 8;
+    key = (Backward ? in.q : in.k) + (tokens * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
+    value = (Backward ? in.dy : in.v) + at;
+    gate = in.z + at;
+    phase = in.phases + (tokens * C::kHeads + h) * C::kPairs + 4 * unit;
+    decay = in.decay + schedule, f = in.f + schedule;
+  }
 
   // What a thread will stage of a chunk.
   struct Raw {
-    uint4 key[kKeyTokens][C::kRank], phase[kKeyTokens], value[kValues], gate[kValues];
-    float scale[kValues], total;
+    uint4 key[kKeyTokens][C::kRank], phase[kKeyTokens], value[kValueTokens], gate[kValueTokens];
+    float scale[kValueTokens], total;
   };
 
-  static __device__ __forceinline__ int token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
+  static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
+  static __device__ __forceinline__ int value_row(int i) {
+    return kOneToken ? threadIdx.x / 8 * 2 + i : threadIdx.x / 8 + 32 * i;
+  }
 
+  // Beyond the row's last token it is that token's again, with values of no weight.
   __device__ __forceinline__ void load(Raw& raw, int chunk) const {
-    const int t0 = chunk * C::kTokens, last = min(C::kTokens, in.seq - t0) - 1;
-    const long long head = ((long long)b * C::kHeads + h) * in.seq + t0, row = (long long)b * in.seq + t0;
-    const uint4 none = make_uint4(0, 0, 0, 0);
-    raw.total = in.decay[head + last];
+    const int t0 = chunk * C::kTokens, end = in.seq - 1;
+    raw.total = decay[min(t0 + C::kTokens - 1, end)];
 #pragma unroll
     for (int i = 0; i < kKeyTokens; ++i) {
-      const int c = token(i);
-      const bf16* from = (Backward ? in.q : in.k) +
-                         ((row + c) * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
+      const long long t = min(t0 + key_token(i), end);
+      const bf16* from = key + t * (C::kRank * C::kGroups * C::kN);
 #pragma unroll
-      for (int r = 0; r < C::kRank; ++r) {
-        raw.key[i][r] = c <= last ? load_unit<C>(from + r * (C::kGroups * C::kN), unit) : none;
-      }
-      raw.phase[i] = none;
-      if (unit < C::kPairs / 4 && c <= last) {
-        raw.phase[i] = __ldg(
-            reinterpret_cast<const uint4*>(in.phases + ((row + c) * C::kHeads + h) * C::kPairs + 4 * unit));
+      for (int r = 0; r < C::kRank; ++r) raw.key[i][r] = load_unit<C>(from + r * (C::kGroups * C::kN), unit);
+      if (unit < C::kPairs / 4) {
+        raw.phase[i] = __ldg(reinterpret_cast<const uint4*>(phase + t * (C::kHeads * C::kPairs)));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int c = (threadIdx.x / 8 + 32 * i) / C::kRank;
-      const long long at = ((row + c) * C::kHeads + h) * C::kP + threadIdx.x % 8 * 8;
-      raw.value[i] = raw.gate[i] = none;
-      raw.scale[i] = 0.0f;
-      if (c <= last) {
-        raw.value[i] = read_once((Backward ? in.dy : in.v) + at);
-        if constexpr (Backward && C::kGate) raw.gate[i] = read_once(in.z + at);
-        const float a = in.decay[head + c];
-        raw.scale[i] = Backward ? exp2_fast(a) : in.f[head + c] * exp2_fast(raw.total - a);
-      }
+    for (int i = 0; i < kValueTokens; ++i) {
+      const int own = t0 + value_row(i) / C::kRank;
+      const long long t = min(own, end);
+      raw.value[i] = read_once(value + t * (C::kHeads * C::kP));
+      if constexpr (Backward && C::kGate) raw.gate[i] = read_once(gate + t * (C::kHeads * C::kP));
+      const float a = decay[t], scale = Backward ? exp2_fast(a) : f[t] * exp2_fast(raw.total - a);
+      raw.scale[i] = own <= end ? scale : 0.0f;
     }
   }
 
-  // Rows of no token: their values are zero, so keys may be anything finite.
   __device__ __forceinline__ void stage(const Raw& raw, int buffer) const {
-    const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias),
-                *weights = reinterpret_cast<const float*>(memory + Memory::kWeights);
+    const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias) + 8 * unit,
+                *weights = reinterpret_cast<const float*>(memory + Memory::kWeights) + threadIdx.x % 8 * 8;
     char* keys = memory + Memory::kKeys + buffer * 2 * kPanel + unit / 8 * kPanel;
 #pragma unroll
     for (int i = 0; i < kKeyTokens; ++i) {
       float cosine[4], sine[4];
-      const unsigned phase[4] = {raw.phase[i].x, raw.phase[i].y, raw.phase[i].z, raw.phase[i].w};
+      const unsigned phases[4] = {raw.phase[i].x, raw.phase[i].y, raw.phase[i].z, raw.phase[i].w};
       if (unit < C::kPairs / 4) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sincos_of_phase_fast(phase[e], sine[e], cosine[e]);
+        for (int e = 0; e < 4; ++e) sincos_of_phase_fast(phases[e], sine[e], cosine[e]);
       }
 #pragma unroll
       for (int r = 0; r < C::kRank; ++r) {
         float x[8], offset[8];
         unpack8(raw.key[i][r], x);
-        load8(bias + r * C::kN + 8 * unit, offset);
+        load8(bias + r * C::kN, offset);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] += offset[e];
         if (unit < C::kPairs / 4) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
         }
-        *reinterpret_cast<uint4*>(keys + swizzled(token(i) * C::kRank + r, threadIdx.x % 8)) = pack8(x);
+        *reinterpret_cast<uint4*>(keys + swizzled(key_token(i) * C::kRank + r, threadIdx.x % 8)) = pack8(x);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int row = threadIdx.x / 8 + 32 * i, at = row % C::kRank * C::kP + threadIdx.x % 8 * 8;
-      float x[8], gate[8], weight[8];
-      unpack8(raw.value[i], x);
+    for (int i = 0; i < 2; ++i) {
+      const int row = value_row(i), own = kOneToken ? 0 : i;
+      float x[8], weight[8];
+      unpack8(raw.value[own], x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[own];
       if constexpr (C::kWeighted) {
-        load8(weights + at, weight);
+        load8(weights + row % C::kRank * C::kP, weight);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] *= weight[e];
       }
       if constexpr (Backward && C::kGate) {
-        unpack8(raw.gate[i], gate);
-        if constexpr (C::kWeighted) {
-          load8(weights + C::kRank * C::kP + at, weight);
+        float half[8];
+        unpack8(raw.gate[own], half);
+        if constexpr (C::kWeighted) load8(weights + (C::kRank + row % C::kRank) * C::kP, weight);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) gate[e] *= weight[e];
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] *= silu_of_half(0.5f * gate[e]);
+        for (int e = 0; e < 8; ++e) x[e] *= silu_of_half(half[e] * (C::kWeighted ? weight[e] : 0.5f));
       }
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[i];
       *reinterpret_cast<uint4*>(memory + Memory::kValues + buffer * kPanel + swizzled(row, threadIdx.x % 8)) = pack8(x);
     }
   }
@@ -172,7 +178,7 @@ struct Walker {
       float* weights = reinterpret_cast<float*>(memory + Memory::kWeights);
       for (int i = thread; i < C::kRank * C::kP; i += kWalkThreads) {
         weights[i] = (Backward ? in.mimo_o : in.mimo_v)[param * C::kP + i];
-        if constexpr (C::kGate) weights[C::kRank * C::kP + i] = in.mimo_z[param * C::kP + i];
+        if constexpr (C::kGate) weights[C::kRank * C::kP + i] = 0.5f * in.mimo_z[param * C::kP + i];
       }
     }
 
@@ -244,13 +250,12 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
                       phases, dt, trap, state_ssm, state_k, state_v, d_final, states, adjoints, d_state_ssm, ends, batch,
                       seq, segments, segment_chunks};
   const int h = blockIdx.x % C::kHeads, b = blockIdx.x / C::kHeads, segment = blockIdx.y;
-  const int unit = uniform(threadIdx.x / 128) * 8 + threadIdx.x % 8;
   if (blockIdx.z == 0) {
     if (EndsOnly && segment == segments - 1) return;  // nothing follows
-    Walker<C, false>{in, shared, b, h, unit}.walk(segment, EndsOnly);
+    Walker<C, false>(in, shared, b, h).walk(segment, EndsOnly);
   } else {
     if (EndsOnly && segment == 0) return;
-    Walker<C, true>{in, shared, b, h, unit}.walk(segment, EndsOnly);
+    Walker<C, true>(in, shared, b, h).walk(segment, EndsOnly);
   }
 }
 

@@ -266,12 +266,15 @@ inline void cp_async_wait_all() {
   wait_for_groups(current->async_groups, 0);
 }
 
+// Registers of a thread: an increase waits until others have given up as many.
+
+inline void setmaxnreg_inc_sync_aligned_u32(int count) { own_block().registers[current->number / WARP] = count; }
+inline void setmaxnreg_dec_sync_aligned_u32(int count) { own_block().registers[current->number / WARP] = count; }
+
 // What changes no number.
 
 inline void prefetch_tensormap(const void*) {}
 inline void prefetch_global_L2(const void*) {}
-inline void setmaxnreg_inc_sync_aligned_u32(int) {}
-inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 

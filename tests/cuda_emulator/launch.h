@@ -108,6 +108,16 @@ class Grid {
     for (auto& [number, group] : block.warpgroups) {
       if (!group.accumulators.empty()) fail("the block ends before its products (wgmma) were awaited");
     }
+    const int warps = int(block.fibers.size() + WARP - 1) / WARP;
+    // To each thread of a block that has the multiprocessor, a quarter of whose registers serves a quarter of its
+    // warps.
+    const int granted = 16 * 1024 / ((warps + 3) / 4 * WARP) / 8 * 8;
+    int wanted = (warps - int(block.registers.size())) * granted;
+    for (auto& [warp, count] : block.registers) wanted += count;
+    if (wanted > warps * granted) {
+      fail_f("setmaxnreg waits forever: the warps want %d registers a lane together, and got %d", wanted,
+             warps * granted);
+    }
     const auto written = [](char byte) { return byte != char(POISON); };
     if (std::any_of(block.arena, block.arena + RESERVED, written) ||
         std::any_of(block.arena + block.used, block.arena + ARENA, written)) {

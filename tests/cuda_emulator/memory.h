@@ -49,6 +49,7 @@ struct Block {
   std::map<std::pair<int, unsigned>, Meeting> warps;  // by warp and mask
   std::map<int, Warpgroup> warpgroups;
   std::map<unsigned, Barrier> barriers;  // by shared address
+  std::map<int, int> registers;          // of a thread, by warp, where setmaxnreg changed them
 };
 
 inline Index block_index_of(const Block* block) { return block->index; }
