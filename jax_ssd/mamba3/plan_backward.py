@@ -158,6 +158,7 @@ class _Builder:
         self.chunks = math.ceil(p.seq / config.tokens)
         self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
         self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
+        self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _multiple(p.state, 64), _multiple(p.head_dim, 32)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
         moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
@@ -170,7 +171,10 @@ class _Builder:
             *(Buffer(name, heads, "float32") for name in ("gamma", "f", "decay", "d_f", "d_gamma")),
             Buffer("states", states, "bfloat16"),
             Buffer("adjoints", states, "bfloat16"),
-            *(Buffer(name, (config.parts, *p.given["q"].shape), "float32") for name in ("q_sums", "k_sums")),
+            *(
+                Buffer(name, (config.parts, *p.given["q"].shape), "float32")
+                for name in (("q_sums", "k_sums") if self.summed_parts else ())
+            ),
             *([Buffer("normed", (*heads, p.rank, p.head_dim), "bfloat16")] if self.norm else []),
             *(
                 [Buffer("ends", (2, p.batch, p.heads, self.segments, p.head_dim, p.state), "float32")]
@@ -195,6 +199,8 @@ class _Builder:
         parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
         time = ("angles", *steps, "d_f", "d_gamma", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
         blocks = p.batch * self.chunks * p.groups * self.config.parts
+        grid_sums = (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1)
+        group_sums = self.launch("group_sums", grid_sums, SUM_THREADS, ("q_sums", "k_sums", "grad_q", "grad_k"))
         launches = [
             self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
             *(
@@ -205,12 +211,7 @@ class _Builder:
                     self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
                 ]
             ),
-            self.launch(
-                "group_sums",
-                (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1),
-                SUM_THREADS,
-                ("q_sums", "k_sums", "grad_q", "grad_k"),
-            ),
+            *([group_sums] if self.summed_parts else []),
             self.launch(
                 "parameter_sums",
                 (math.ceil(p.heads * self.record / SUM_THREADS), p.batch, 1),
@@ -287,6 +288,7 @@ class _Builder:
             launches = [walks("true"), between, *launches]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         chunk = tuple(name for name in chunk if name != "normed")
+        chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
         shared = warpgroup_chunk_shared(p)
         parts = self.config.parts
         return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]

@@ -20,7 +20,7 @@ struct ChunkArrays {
   const bf16 *states, *adjoints;
   const float *d_final_angle, *d_final_k, *d_final_v;
   float *angles, *d_adt, *d_f, *d_gamma;
-  bf16 *d_v, *d_z;
+  bf16 *d_v, *d_z, *d_q, *d_k;
   float *q_sums, *k_sums, *records;
   int batch, seq, parts;
 };
@@ -444,32 +444,47 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
   for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
 }
 
-// body(i, token, pair) for what `turn_back` leaves to a lane.
-template <class C, class Body>
-__device__ __forceinline__ void each_turn(Body body) {
-  constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int at = rank * kOwn + i;
-    body(i, (row + at / kTurned * 8) / C::kRank, at % kTurned * 4 + lane % 4);
-  }
-}
-
-// The group's sums, in the order of tiles.
+// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
+// pair pair + 4 * (i % kTurned).
 template <class C>
-__device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPlace<C>& place, float* sums,
-                                            const float (&group)[64]) {
+struct OwnTurns {
+  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  int token, pair;
+
+  __device__ __forceinline__ OwnTurns() {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
+    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
+    pair = rank % kParts * kOwn * 4 + lane % 4;
+  }
+  // Tokens and pairs beyond the lane's first.
+  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
+  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
+};
+
+// The group's sums: the gradient of q or k, or a part of it, in the order of tiles.
+template <class C>
+__device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPlace<C>& place, bf16* gradient,
+                                            float* parts, const float (&group)[64]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  sums += (long long)place.part * in.batch * in.seq * C::kRank * C::kGroups * C::kN;
+  parts += (long long)place.part * in.batch * in.seq * C::kRank * C::kGroups * C::kN;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int c = (row + 8 * half) / C::kRank;
     if (c > place.last) continue;
-    float* to = sums + place.q_at(c, row % C::kRank) + lane % 4 * 2;
+    const long long at = place.q_at(c, row % C::kRank);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(group[4 * j + 2 * half], group[4 * j + 2 * half + 1]);
+      const int n = lane % 4 * 2 + 8 * j;
+      const float x = group[4 * j + 2 * half], y = group[4 * j + 2 * half + 1];
+      if (in.parts > 1) {
+        *reinterpret_cast<float2*>(parts + at + n) = make_float2(x, y);
+      } else if (C::kHalf) {
+        gradient[at + C::column(n)] = __float2bfloat16_rn(x);
+        gradient[at + C::column(n + 1)] = __float2bfloat16_rn(y);
+      } else {
+        *reinterpret_cast<unsigned*>(gradient + at + n) = Pairs16::of(x, y);
+      }
     }
   }
 }
@@ -743,15 +758,20 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, tiles + Memory::kQ, memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
     barrier_wait(memory.phases_here(), i & 1);  // the key side has done with M and the state as well
+    const OwnTurns<C> own;
     const float* others = reinterpret_cast<const float*>(memory.base + Memory::kPhase);
-    each_turn<C>([&](int j, int c, int pair) {
-      if (c > place.last) return;
-      float sum = turn[j] + others[c * Memory::kTurnPitch + pair];
+    others += own.token * Memory::kTurnPitch + own.pair;
+    float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
+#pragma unroll
+    for (int j = 0; j < own.kOwn; ++j) {
+      const int c = own.token + own.later(j);
+      if (c > place.last) continue;
+      float sum = turn[j] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
       if (C::kFinal && place.t0 + c == in.seq - 1) {
-        sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + pair];
+        sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
       }
-      in.angles[place.token_head(c, h, C::kPairs) + pair] = sum;
-    });
+      to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
+    }
     named_barrier(2, kTeam);
     if (thread == 0 && i + 1 < place.heads) ask(h + 1);
     float* record = place.record(in, h);
@@ -765,7 +785,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
-  store_group<C>(in, place, in.q_sums, group);
+  store_group<C>(in, place, in.d_q, in.q_sums, group);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -878,8 +898,10 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     float turn[C::kPairs / 2];
     float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
     turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
-    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase);
-    each_turn<C>([&](int j, int c, int pair) { phases[c * Memory::kTurnPitch + pair] = turn[j]; });
+    const OwnTurns<C> own;
+    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+#pragma unroll
+    for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
     fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
     named_barrier(3, kTeam);
     if (thread == 0) {
@@ -895,7 +917,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     named_barrier(3, kTeam);
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
-  store_group<C>(in, place, in.k_sums, group);
+  store_group<C>(in, place, in.d_k, in.k_sums, group);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -907,11 +929,12 @@ __global__ void __launch_bounds__(3 * kTeam, 1)
                           const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
                           const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
                           const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v,
-                          bf16* d_z, float* q_sums, float* k_sums, float* records, int batch, int seq, int parts) {
+                          bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, float* records, int batch,
+                          int seq, int parts) {
   extern __shared__ __align__(1024) char shared[];
   const ChunkArrays in{q,     k,      v,        z,     dy,    q_bias,  k_bias, mimo_v, mimo_o, mimo_z, D,
                        gamma, f,      decay,    states, adjoints, d_final_angle, d_final_k, d_final_v, angles, d_adt, d_f,
-                       d_gamma, d_v,  d_z,      q_sums, k_sums, records, batch, seq, parts};
+                       d_gamma, d_v,  d_z, d_q, d_k, q_sums, k_sums, records, batch, seq, parts};
   const ChunkPlace<C> place(in);
   const ChunkMemory<C> memory{shared};
   if (threadIdx.x == 0) {
