@@ -271,7 +271,7 @@ class _Builder:
             expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
             kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
             scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared)
+            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=True)
 
         segments = (self.segments, self.segment_chunks)
         walk = (*(name for name in walk if name != "normed"), "grad_state_ssm", "ends")
@@ -300,7 +300,8 @@ class _Builder:
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
         kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}>", self.options())
-        return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared)
+        pdl = self.config.warpgroups and name != "schedule"
+        return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 
     def options(self) -> tuple[str, ...]:
         p, given = self.problem, self.problem.given

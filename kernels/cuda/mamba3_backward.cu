@@ -16,6 +16,7 @@
 
 #include <cuda_bf16.h>
 
+#include "async_copy.cuh"
 #include "decay.cuh"
 #include "fragments.cuh"
 #include "mamba3_phase.cuh"
@@ -62,6 +63,14 @@ __device__ inline float sigmoid(float x) {  // 0 for -inf
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + exp2_fast(-LOG2E * x)));
   return r;
+}
+
+// By every kernel, first of all: the next one may be launched while this one ends, as this one may have been.
+__device__ inline void begin() {
+#if __CUDA_ARCH__ >= 900
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+#endif
 }
 
 // The same in all lanes, for the compiler to know.
@@ -498,6 +507,7 @@ __global__ void __launch_bounds__(Threads)
     mamba3_schedule(const float* angles, const float* adt, const float* dt, const float* trap, const float* start,
                     float* gamma, float* f, float* decay, unsigned* phases) {
   __shared__ unsigned ends[Threads / 32][32];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0);
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
@@ -1494,6 +1504,7 @@ __global__ void __launch_bounds__(Threads)
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_group_sums(const float* q_sums, const float* k_sums, bf16* d_q, bf16* d_k) {
+  begin();
   constexpr long long kRowsOfAll = (long long)kBatch * kSeq * kRank * kGroups, kSize = kRowsOfAll * kN;
   const long long unit = (long long)blockIdx.x * Threads + threadIdx.x;
   if (unit >= kSize / 8) return;
@@ -1522,6 +1533,7 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_parameter_sums(const float* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
                           float* d_mimo_z, float* d_norm_weight, float* d_D) {
+  begin();
   const int i = blockIdx.x * Threads + threadIdx.x, b = blockIdx.y;
   if (i >= kHeads * kRecord) return;
   const int h = i / kRecord, at = i % kRecord;
@@ -1554,6 +1566,7 @@ __global__ void __launch_bounds__(Threads)
                           const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start) {
   constexpr int kRun = 8, kRound = Threads / 32 * kRun, kOwn = (kPairs + 31) / 32;  // tokens of a warp, in rounds
   __shared__ float sums[Threads / 32][kOwn * 32];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0), first = token_head(b, 0, h) * kPairs;
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
@@ -1638,6 +1651,7 @@ __global__ void __launch_bounds__(Threads)
                            const float* state_v, const float* d_ssm, float* d_k, float* d_v, float* d_mimo_v,
                            float* d_dt, float* d_trap) {
   __shared__ float pending[kRank][kP], total[8];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, lane = threadIdx.x % 32, warp = warp_of_block();
   const long long row = (long long)b * kHeads + h, param = ((long long)param_row(b) * kHeads + h) * kRank * kP;
   const float step = dt[row * kSeq], mix = 1.0f / (1.0f + expf(-trap[row * kSeq])), weight = (1.0f - mix) * step;

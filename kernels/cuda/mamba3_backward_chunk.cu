@@ -949,6 +949,8 @@ __global__ void __launch_bounds__(3 * kTeam, 1)
     barrier_init(memory.phases_here(), 1);
     fence_barrier_init();
   }
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   __syncthreads();
   const int team = uniform(threadIdx.x / kTeam);
   if (team == 0) {

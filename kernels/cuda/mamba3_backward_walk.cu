@@ -246,6 +246,8 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
                          const float* state_v, const float* d_final, bf16* states, bf16* adjoints, float* d_state_ssm,
                          float* ends, int batch, int seq, int segments, int segment_chunks) {
   extern __shared__ __align__(1024) char shared[];
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const WalkArrays in{q,  k,    v,         z,       dy,      q_bias,  k_bias, mimo_v,   mimo_o,      mimo_z, f,     decay,
                       phases, dt, trap, state_ssm, state_k, state_v, d_final, states, adjoints, d_state_ssm, ends, batch,
                       seq, segments, segment_chunks};
@@ -266,6 +268,8 @@ __global__ void __launch_bounds__(kWalkThreads)
     mamba3_backward_starts(const float* decay, const float* mimo_v, const float* dt, const float* trap,
                            const float* state_ssm, const float* state_k, const float* state_v, const float* d_final,
                            float* ends, int batch, int seq, int segments, int segment_chunks) {
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   WalkArrays in{};
   in.mimo_v = mimo_v, in.dt = dt, in.trap = trap, in.state_ssm = state_ssm, in.state_k = state_k, in.state_v = state_v;
   in.d_final = d_final, in.seq = seq;
