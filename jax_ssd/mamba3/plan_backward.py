@@ -18,7 +18,7 @@ from jax_ssd.specs import CudaKernel
 FILE = "mamba3_backward.cu"
 WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
-WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 384, 256  # threads
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 512, 256  # threads
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 LARGEST_STATE = 128
@@ -108,7 +108,7 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     weights = 3 * p.rank * wide * 4 if weighted else 0
     table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
     sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
-    return 18 * 8192 + 2 * table + sums + 64
+    return 18 * 8192 + 2 * table + sums + 80
 
 
 def ranks(problem: Problem) -> int:

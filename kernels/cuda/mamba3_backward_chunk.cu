@@ -7,8 +7,9 @@
 //   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
-// registers. Its three warpgroups work at the same time: the query side makes M, dM, the output and what depends on it,
-// and dQ; the key side dV and dK; the third prepares the next head's tiles and ends the sums of the one before.
+// registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
+// the third the output and what depends on it; the fourth prepares the next head's tiles and ends the sums of the one
+// before.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -43,7 +44,7 @@ struct ChunkMemory {
   static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
                        kBias = kPhase + C::kTokens * kTurnPitch * 4,        // [side][warp][rank][column]
       kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                       // [v, o, z][warp][rank][p]
-      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 64;
+      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 80;
 
   char* base;
   // Barriers.
@@ -53,6 +54,7 @@ struct ChunkMemory {
   __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
   __device__ unsigned phases_here() const { return at(kBarriers + 56); }
+  __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -107,7 +109,7 @@ struct ChunkPlace {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The third warpgroup.
+// The fourth warpgroup.
 
 constexpr int kTeam = 128;  // threads of a warpgroup
 
@@ -698,7 +700,6 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
-    const char* tiles = memory.base + buffer * Memory::kInput;
     barrier_wait(memory.full(buffer), i / 2 & 1);
     {
       float qk[32], ov[32];
@@ -725,28 +726,10 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     if (thread == 0) barrier_arrive(memory.products_here());
     barrier_wait(memory.state_here(), i & 1);
     float d[64];
-    {
-      float o[32];
-      wgmma_fence();
-      multiply_tiles<64, 8, false, false>(o, q, state, false);
-      wgmma_commit();
-      multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
-      wgmma_commit();
-      wgmma_wait<1>();
-      pin(o);
-      store_dots(o, adjoint, memory.sums(buffer, kRead));
-      if constexpr (Memory::kOutput) {
-        scale_rows(o, memory.rows(buffer, kIn));
-        wgmma_fence();
-        multiply_tiles<64, 4, false, true>(o, m, v, true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(o);
-        output_gradients<C>(o, in, place, memory, h, buffer);
-      } else {
-        wgmma_wait<0>();
-      }
-    }
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
+    wgmma_commit();
+    wgmma_wait<0>();
     pin(d);
     scale_rows(d, memory.rows(buffer, kIn));
     wgmma_fence();
@@ -755,9 +738,12 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     wgmma_wait<0>();
     pin(d);
     float turn[C::kPairs / 2];
-    turn_back<C>(d, group, turn, tiles + Memory::kQ, memory.template table<unsigned>(buffer, Memory::kTurns),
+    turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
+                 memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
-    barrier_wait(memory.phases_here(), i & 1);  // the key side has done with M and the state as well
+    // The key side and the output have done with M and the state as well.
+    barrier_wait(memory.phases_here(), i & 1);
+    barrier_wait(memory.outputs_done(), i & 1);
     const OwnTurns<C> own;
     const float* others = reinterpret_cast<const float*>(memory.base + Memory::kPhase);
     others += own.token * Memory::kTurnPitch + own.pair;
@@ -774,18 +760,57 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     }
     named_barrier(2, kTeam);
     if (thread == 0 && i + 1 < place.heads) ask(h + 1);
-    float* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
-                                               record + C::kQBiasAt);
-    if constexpr (C::kWeighted) {
-      const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
-      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
-      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
-    }
+                                               place.record(in, h) + C::kQBiasAt);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
   store_group<C>(in, place, in.d_q, in.q_sums, group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The output.
+
+template <class C>
+__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam;
+#pragma unroll 1
+  for (int i = 0; i < place.heads; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
+                   adjoint = q + Memory::kAdjoint - Memory::kQ;
+    float o[32];
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    barrier_wait(memory.state_here(), i & 1);
+    wgmma_fence();
+    multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    store_dots(o, adjoint, memory.sums(buffer, kRead));
+    if constexpr (Memory::kOutput) {
+      scale_rows(o, memory.rows(buffer, kIn));
+      barrier_wait(memory.products_here(), i & 1);
+      wgmma_fence();
+      multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(o);
+      output_gradients<C>(o, in, place, memory, h, buffer);
+    }
+    named_barrier(4, kTeam);
+    if (thread == 0) barrier_arrive(memory.outputs_done());
+    if constexpr (C::kWeighted) {
+      float* record = place.record(in, h);
+      const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
+      named_barrier(4, kTeam);
+    }
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -847,15 +872,12 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     const char* tiles = memory.base + buffer * Memory::kInput;
-    float d[64];
     barrier_wait(memory.full(buffer), i / 2 & 1);
     barrier_wait(memory.adjoint_here(), i & 1);
     {
       float dv[32];
       wgmma_fence();
       multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
-      wgmma_commit();
-      multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
       wgmma_commit();
       barrier_wait(memory.state_here(), i & 1);
       const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
@@ -864,7 +886,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
         memory.sums(buffer, kCarried)[thread / 32] = carried;
         memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
       }
-      wgmma_wait<1>();
+      wgmma_wait<0>();
       pin(dv);
       store_dots(dv, v, memory.sums(buffer, kWritten));
       scale_rows(dv, memory.rows(buffer, kOut));
@@ -876,6 +898,11 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
       pin(dv);
       value_gradients<C>(dv, in, place, memory, h, buffer);
     }
+    float d[64];
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
+    wgmma_commit();
+    wgmma_wait<0>();
     pin(d);
     scale_rows(d, memory.rows(buffer, kOut));
     wgmma_fence();
@@ -923,7 +950,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <class C>
-__global__ void __launch_bounds__(3 * kTeam, 1)
+__global__ void __launch_bounds__(4 * kTeam, 1)
     mamba3_backward_chunk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
                           const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
                           const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
@@ -940,13 +967,14 @@ __global__ void __launch_bounds__(3 * kTeam, 1)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(memory.full(buffer), 4);   // warps of the third warpgroup
-      barrier_init(memory.empty(buffer), 8);  // warps of both sides
+      barrier_init(memory.full(buffer), 4);    // warps that prepare
+      barrier_init(memory.empty(buffer), 12);  // warps that use
     }
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
     barrier_init(memory.products_here(), 1);
     barrier_init(memory.phases_here(), 1);
+    barrier_init(memory.outputs_done(), 1);
     fence_barrier_init();
   }
   let_next_kernel_start();
@@ -954,13 +982,16 @@ __global__ void __launch_bounds__(3 * kTeam, 1)
   __syncthreads();
   const int team = uniform(threadIdx.x / kTeam);
   if (team == 0) {
-    take_registers<208>();
+    take_registers<168>();
     query_side<C>(in, place, memory);
   } else if (team == 1) {
-    take_registers<208>();
+    take_registers<168>();
     key_side<C>(in, place, memory);
+  } else if (team == 2) {
+    give_registers<96>();
+    output_side<C>(in, place, memory);
   } else {
-    give_registers<88>();
+    give_registers<80>();
     prepare_heads<C>(in, place, memory);
   }
 }
