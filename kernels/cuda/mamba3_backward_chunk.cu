@@ -8,8 +8,8 @@
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
 // registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
-// the third the output and what depends on it; the fourth prepares the next head's tiles and ends the sums of the one
-// before.
+// the third the next head's values, then the output and what depends on it; the fourth the next head's queries
+// and keys, and the end of the sums of the head before.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -184,13 +184,41 @@ struct ValueUnit {
   }
 };
 
-// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated. next: those of
-// the first of the thread's tokens.
+// Lines that a later head will be loaded from.
+template <class C>
+__device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+#pragma unroll
+  for (int i = threadIdx.x % kTeam; i < 4 * C::kTokens; i += kTeam) {
+    const int which = i / C::kTokens, c = min(i % C::kTokens, place.last);
+    if (which == 0) want(in.angles + place.token_head(c, h, C::kPairs));
+    if (which == 1) want(in.v + place.token_head(c, h, C::kP));
+    if (which == 2) want(in.dy + place.token_head(c, h, C::kP));
+    if (which == 3 && C::kGate) want(in.z + place.token_head(c, h, C::kP));
+  }
+}
+
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th head.
+// By the output's warpgroup, which would only wait for M otherwise.
 template <class C>
 __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                             const ChunkMemory<C>& memory, ValueUnit<C> next, int h, int buffer) {
+                                             const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8;
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8, h = place.head + i, buffer = i % 2;
+  ValueUnit<C> next;
+  next.load(in, place, h, first);
+  if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+  if constexpr (C::kWeighted) {
+    constexpr int kEach = C::kRank * C::kP / 4;
+#pragma unroll
+    for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
+      const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
+      const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
+      *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
+                                 (which * C::kRank + r) * Memory::kWidePitch + column) =
+          __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + column));
+    }
+    named_barrier(4, kTeam);
+  }
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + p;
   char* values = memory.base + buffer * Memory::kInput + Memory::kV;
 #pragma unroll 1
@@ -234,6 +262,9 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
     }
   }
+  fence_async_proxy();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
 }
 
 // Rows of Q and K: biased and turned. A thread keeps its columns and its rank, its rows are eight apart; a warp has
@@ -352,11 +383,7 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
     TurnUnits<C> turning;
-    ValueUnit<C> values;
-    if (i < place.heads) {
-      if constexpr (kAhead) turning.load(in, place, h);
-      values.load(in, place, h, threadIdx.x % kTeam / 8);
-    }
+    if (kAhead && i < place.heads) turning.load(in, place, h);
     if (i >= 2) {
       barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
       if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
@@ -367,19 +394,8 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     if constexpr (!kAhead) turning.load(in, place, h);
     turning.store(turns);
     if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
-    if constexpr (C::kWeighted) {
-      constexpr int kEach = C::kRank * C::kP / 4;
-#pragma unroll
-      for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
-        const int which = j / kEach, r = j % kEach / (C::kP / 4), p = j % (C::kP / 4) * 4;
-        const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-        *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
-                                   (which * C::kRank + r) * Memory::kWidePitch + p) =
-            __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + p));
-      }
-    }
     named_barrier(1, kTeam);
-    stage_values<C>(in, place, memory, values, h, buffer);
+    if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
     if (warp / 2 * 8 < C::kPairs / 4) {
       stage_keys<C, true>(in, place, memory, turns, h, buffer);
     } else {
@@ -692,6 +708,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
   const auto ask = [&](int h) {
     barrier_expect(memory.state_here(), 2 * kPanel);
     copy_line_in(state, in.states + place.state(h), 2 * kPanel, memory.state_here());
+    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
   };
   if (thread == 0) ask(place.head);
   float group[64] = {};
@@ -777,7 +794,9 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam;
 #pragma unroll 1
-  for (int i = 0; i < place.heads; ++i) {
+  for (int i = -1; i < place.heads; ++i) {
+    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
+    if (i < 0) continue;
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
                    adjoint = q + Memory::kAdjoint - Memory::kQ;
@@ -863,6 +882,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
   const auto ask = [&](int h) {
     barrier_expect(memory.adjoint_here(), 2 * kPanel);
     copy_line_in(adjoint_state, in.adjoints + place.state(h), 2 * kPanel, memory.adjoint_here());
+    if (h + 1 < place.head + place.heads) want(in.adjoints + place.state(h + 1), 2 * kPanel);
   };
   if (thread == 0) ask(place.head);
   float group[64] = {};
@@ -967,7 +987,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(memory.full(buffer), 4);    // warps that prepare
+      barrier_init(memory.full(buffer), 8);    // warps that prepare
       barrier_init(memory.empty(buffer), 12);  // warps that use
     }
     barrier_init(memory.state_here(), 1);
@@ -982,16 +1002,16 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   __syncthreads();
   const int team = uniform(threadIdx.x / kTeam);
   if (team == 0) {
-    take_registers<168>();
+    take_registers<176>();
     query_side<C>(in, place, memory);
   } else if (team == 1) {
-    take_registers<168>();
+    take_registers<176>();
     key_side<C>(in, place, memory);
   } else if (team == 2) {
-    give_registers<96>();
+    give_registers<88>();
     output_side<C>(in, place, memory);
   } else {
-    give_registers<80>();
+    give_registers<72>();
     prepare_heads<C>(in, place, memory);
   }
 }

@@ -110,6 +110,23 @@ struct Walker {
     }
   }
 
+  // Lines that a later chunk will be loaded from; those of keys by the first head of a group, for all of it.
+  __device__ __forceinline__ void want_chunk(int chunk) const {
+    const int t0 = chunk * C::kTokens, end = in.seq - 1, which = threadIdx.x / C::kTokens;
+    if (which < (Backward && C::kGate ? 3 : 2)) {
+      const long long t = min(t0 + static_cast<int>(threadIdx.x) % C::kTokens, end);
+      const void* from = value - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
+      if (which == 1) from = phase - 4 * unit + t * (C::kHeads * C::kPairs);
+      if (which == 2) from = gate - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
+      want(from);
+    }
+    if (h % C::kGroupHeads == 0 && threadIdx.x < 2 * C::kRows) {
+      const int row = threadIdx.x / 2;
+      const long long t = min(t0 + row / C::kRank, end);
+      want(key + (t * C::kRank + row % C::kRank) * (C::kGroups * C::kN) + threadIdx.x % 2 * 64);
+    }
+  }
+
   __device__ __forceinline__ void stage(const Raw& raw, int buffer) const {
     const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias) + 8 * unit,
                 *weights = reinterpret_cast<const float*>(memory + Memory::kWeights) + threadIdx.x % 8 * 8;
@@ -201,6 +218,8 @@ struct Walker {
       const unsigned out = shared_address(memory) + Memory::kOut + buffer * 2 * kPanel;
       stage(raw, buffer);
       if (!ends_only) store_panel(out + team * kPanel, state);
+      if (step + 1 < steps) load(raw, Backward ? chunk - 1 : chunk + 1);
+      if (step + 3 < steps) want_chunk(Backward ? chunk - 3 : chunk + 3);
       fence_async_proxy();
       if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
       __syncthreads();
@@ -215,7 +234,6 @@ struct Walker {
       wgmma_fence();
       multiply_tiles<64, 4, true, true>(state, values, keys, true);
       wgmma_commit();
-      if (step + 1 < steps) load(raw, Backward ? chunk - 1 : chunk + 1);
       wgmma_wait<0>();
       pin(state);
     }
