@@ -6,6 +6,8 @@ C B^T shared by a group's heads, whole chunk tiles (a matrix unit cannot skip ha
 
 from __future__ import annotations
 
+import math
+
 from benchmarks import mamba3
 from benchmarks.cases import Case
 
@@ -47,6 +49,21 @@ def memory_limit(case: Case, pass_name: str) -> int | None:
         return None
     arrays = necessary_bytes(case, "forward") * (2 if pass_name == "forward_backward" else 1)
     return int(MEMORY_ALLOWED[pass_name] * arrays)
+
+
+def chunk_kernel_memory(case: Case, pass_name: str) -> int | None:
+    """Bytes that Mamba-3 takes where every chunk is a block of its own and its float32 states lie in memory.
+
+    The simplest chunked kernels do so: the states of all chunks in the forward, twice more in the backward (computed
+    again, and their gradients), and the gradient of every rank's output.
+    """
+    if not case.rank or pass_name not in MEMORY_ALLOWED:
+        return None
+    passed, heads = necessary_bytes(case, "forward"), case.batch * case.heads
+    states = heads * math.ceil(case.seq * case.rank / mamba3.ROWS) * case.state * case.head_dim * 4
+    if pass_name == "forward":
+        return passed + states
+    return 2 * passed + 3 * states + heads * case.seq * case.rank * case.head_dim * 4
 
 
 def necessary_flops(case: Case, pass_name: str) -> int:

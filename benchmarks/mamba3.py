@@ -16,6 +16,7 @@ from benchmarks.cases import Case
 
 ROWS = 64  # token-rank rows of a chunk
 PARAMETERS = ("q_bias", "k_bias", "D", "mimo_v", "mimo_z", "mimo_o")
+SCALARS = ("adt", "dt", "trap")  # [batch, heads, seq]
 _FLOAT32 = ("q_bias", "k_bias", "angles", "adt", "dt", "trap", "D", "mimo_v", "mimo_z", "mimo_o")
 
 
@@ -53,11 +54,12 @@ def distributed(case: Case, name: str, normal: Any, exp: Any) -> Any:
     return normal
 
 
-def checked_row(case: Case) -> dict[str, np.ndarray]:
+def checked(case: Case) -> dict[str, np.ndarray]:
+    """Operands and dy of a case of as many rows as there are checked pieces."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     kind = dtypes(case)
     row = {}
-    for name, shape in shapes(case, batch=1).items():
+    for name, shape in shapes(case).items():
         drawn = distributed(case, name, rng.standard_normal(shape, dtype=np.float32), np.exp)
         row[name] = drawn.astype(ml_dtypes.bfloat16 if kind[name] == "bfloat16" else kind[name])
     return row
@@ -87,34 +89,24 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
     return jax_ssd.mamba3(**given, rotary="pairwise" if case.rank == 1 else "half", **options)
 
 
-def reference(case: Case, backward: bool) -> dict[str, np.ndarray]:
-    """The token-by-token definition in float64 on the checked row: y and, with `backward`, a gradient per operand.
+def reference(case: Case, row: dict[str, Any], backward: bool) -> dict[str, Any]:
+    """The token-by-token definition on the checked pieces, in their type: y and, with `backward`, all gradients.
 
     The library's tests compare that definition with one written apart from it.
     """
     import jax
-    import jax.numpy as jnp
 
     names = operand_names(case)
-    with jax.enable_x64(True):
-        row = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in checked_row(case).items()}
 
-        def run(*operands: Any) -> Any:
-            return call(case, dict(zip(names, operands, strict=True)), implementation="reference")
+    def run(*operands: Any) -> Any:
+        return call(case, dict(zip(names, operands, strict=True)), implementation="reference")
 
-        operands = [row[name] for name in names]
-        if not backward:
-            return {"y": np.asarray(jax.jit(run)(*operands)[0], np.float32)}
+    def both(operands: list[Any], dy: Any) -> Any:
+        y, pull = jax.vjp(run, *operands)
+        return y, pull(dy)
 
-        @jax.jit
-        def both(operands: list[Any], dy: Any) -> Any:
-            y, pull = jax.vjp(run, *operands)
-            return y, pull(dy)
-
-        y, gradients = both(operands, row["dy"])
-        named = {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
-        results = {"y": y} | named
-        return {
-            name: np.asarray(value if name[1:] in PARAMETERS else value[0], np.float32)
-            for name, value in results.items()
-        }
+    operands = [row[name] for name in names]
+    if not backward:
+        return {"y": jax.jit(run)(*operands)}
+    y, gradients = jax.jit(both)(operands, row["dy"])
+    return {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}

@@ -1,7 +1,8 @@
-"""The recurrence in float64, one row at a time, written apart from the library so that both can be wrong only alone."""
+"""The recurrence in float64, piece by piece, written apart from the library so that both can be wrong only alone."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from benchmarks import mamba3
 from benchmarks.cases import Case
-from benchmarks.inputs import PARAMETERS, checked_row, kept_tokens, operand_names
+from benchmarks.inputs import PARAMETERS, checked, operand_names
 
 CHUNK = 64
 
@@ -46,9 +47,16 @@ def scan_row(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = Non
     return y.reshape(-1, heads, head_dim)[:seq] + D[:, None] * x
 
 
-def _with_gradients(operands: list[Any], dy: Any) -> tuple[Any, tuple[Any, ...]]:
-    y, pull = jax.vjp(scan_row, *operands)
-    return y, pull(dy)
+def _scan(names: tuple[str, ...], operands: list[Any]) -> jax.Array:
+    """`scan_row` of every piece."""
+    return jax.vmap(scan_row, [None if name in PARAMETERS else 0 for name in names])(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_gradients(names: tuple[str, ...], operands: list[Any], dy: Any) -> dict[str, Any]:
+    y, pull = jax.vjp(functools.partial(_scan, names), operands)
+    (gradients,) = pull(dy)
+    return {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
 
 
 def step_row(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> tuple[Any, Any]:
@@ -61,29 +69,23 @@ def step_row(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bia
 
 
 def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Float64 results for the checked row, stored as float32 at the kept tokens.
+    """Float64 results for the checked pieces, stored as float32.
 
     Keys: `y` and, where a backward is asked for, `dx`, `ddt`, `dB`, `dC`, `dA`, `dD`, `ddt_bias`; the step's are
     `step_y` and `step_state`.
     """
-    if case.rank:
-        return mamba3.reference(case, "forward_backward" in passes)
-    row = checked_row(case)
     names = operand_names(case)
     results: dict[str, Any] = {}
     with jax.enable_x64(True):
-        given = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in row.items()}
-        operands = [given[name] if name in PARAMETERS else given[name][0] for name in names]
-        if "forward_backward" in passes:
-            y, gradients = jax.jit(_with_gradients)(operands, given["dy"][0])
-            results = {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
+        given = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in checked(case).items()}
+        operands = [given[name] for name in names]
+        if case.rank:
+            results = mamba3.reference(case, given, "forward_backward" in passes)
+        elif "forward_backward" in passes:
+            results = _with_gradients(names, operands, given["dy"])
         elif "forward" in passes:
-            results = {"y": jax.jit(scan_row)(*operands)}
+            results = {"y": jax.jit(_scan, static_argnums=0)(names, operands)}
         if "step" in passes or "decode" in passes:
             token = [given[name] if name in PARAMETERS else given[name][0, 0] for name in names]
             results["step_state"], results["step_y"] = jax.jit(step_row)(given["state_in"][0], *token)
-        kept = kept_tokens(case.seq)
-        per_token = {"y"} | {f"d{name}" for name in names if name not in PARAMETERS}
-        return {
-            name: np.asarray(value[kept] if name in per_token else value, np.float32) for name, value in results.items()
-        }
+        return {name: np.asarray(value, np.float32) for name, value in results.items()}

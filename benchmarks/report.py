@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.cases import Case
-from benchmarks.floors import floor, memory_limit
+from benchmarks.floors import chunk_kernel_memory, floor, memory_limit
 
 SCHEMA = 1
 
@@ -68,7 +68,8 @@ def add_ratios(result: dict[str, Any]) -> None:
 
     `times_floor` reads "this many times the floor"; `peer_ratio` is the fastest other peer's time over this row's, so
     above 1 this row is the faster one; `peer_memory_ratio` is the same of the leanest peer's memory. `times_limit`
-    above 1 is more memory than a pass should take. Wrong rows are nobody's yardstick.
+    above 1 is more memory than a pass should take; `chunk_kernel_memory`: see benchmarks/floors.py. Wrong rows
+    are nobody's yardstick.
     """
     cases = {name: Case(**case) for name, case in result["cases"].items()}
     ceilings = result["ceilings"]
@@ -85,6 +86,9 @@ def add_ratios(result: dict[str, Any]) -> None:
             peak, limit = row["memory"].get("peak"), memory_limit(cases[row["case"]], row["pass"])
             if peak and limit:
                 row["memory_limit"], row["times_limit"] = limit, peak / limit
+                per_chunk = chunk_kernel_memory(cases[row["case"]], row["pass"])
+                if per_chunk:
+                    row["chunk_kernel_memory"] = per_chunk
                 peaks = [one["memory"]["peak"] for one in rivals if one["memory"].get("peak")]
                 if peaks:
                     row["peer_memory_ratio"] = min(peaks) / peak
@@ -105,7 +109,7 @@ def _peers(rows: list[dict[str, Any]], like: dict[str, Any]) -> list[dict[str, A
 def table(result: dict[str, Any]) -> str:
     """One line per row: time, spread, ratios, errors against float64, memory with its limit and ratio to the peers'."""
     head = ["case", "pass", "implementation", "us", "+-%", "x floor", "peer/this", "err y", "err grads"]
-    head += ["MB", "limit MB", "peer/this", "remark"]
+    head += ["MB", "limit MB", "peer/this", "by chunk MB", "remark"]
     lines = [head, *(_line(row) for row in result["rows"])]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     left = {0, 1, 2, len(head) - 1}
@@ -122,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> list[str]:
     cells = [row["case"], row["pass"], row["implementation"]]
     if "microseconds" not in row:
-        return cells + [""] * 9 + [f"{row['status']}: {row['reason'][:70]}"]
+        return cells + [""] * 10 + [f"{row['status']}: {row['reason'][:70]}"]
     time, errors = row["timing"], row["errors"]
     spread = 50 * (time["high"] - time["low"]) / time["seconds"] if time["seconds"] > 0 else float("nan")
     gradients = [error for name, error in errors.items() if name != "y"]
@@ -141,6 +145,7 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{row['memory'].get('peak', 0) / 1e6:.0f}",
         f"{row['memory_limit'] / 1e6:.0f}" if "memory_limit" in row else "",
         f"{row['peer_memory_ratio']:.2f}" if "peer_memory_ratio" in row else "",
+        f"{row['chunk_kernel_memory'] / 1e6:.0f}" if "chunk_kernel_memory" in row else "",
         ", ".join(remark for remark in remarks if remark),
     ]
 

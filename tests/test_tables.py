@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import tables
 from jax_ssd import config, tune
 from jax_ssd.mamba2 import choices
 from jax_ssd.mamba2.problem import Problem
@@ -62,7 +63,7 @@ def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any])
     """A problem of few tokens and heads for the record's kernels, and the choice made at the record's own size."""
     choice = choice_of(tunable, problem_of(tunable.op, record["problem"]), result)
     seq = 1 if tunable.op.endswith("step") else 2 * getattr(choice, "chunk", 64) + 1
-    for heads in (1, 2, 4, 8, 16, 32):
+    for heads in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         told = record["problem"] | {"batch": 1, "seq": seq, "heads": heads, "groups": 1, "return_final_state": True}
         p = problem_of(tunable.op, told)
         try:
@@ -99,13 +100,16 @@ def test_every_entry_is_planned_for_its_own_problem():
 
 
 def distinct() -> list[Any]:
-    """One entry for each kernel and choice that the tables can select."""
+    """One entry for each plan that the tables can select, at the size that it is tested at.
+
+    Choices that differ in nothing but how a long row or many heads are cut come to the same plan there.
+    """
     found: dict[str, Any] = {}
-    for _, record, implementation in entries():
-        result = record["results"][implementation]
-        shared = [record["problem"].get(name) for name in tune.SHARED]
-        choice = choice_of(TUNABLES[record["op"], implementation], problem_of(record["op"], record["problem"]), result)
-        found.setdefault(str((record["op"], shared, choice)), (record, result, implementation))
+    for arch, record, implementation in entries():
+        tunable, result = TUNABLES[record["op"], implementation], record["results"][implementation]
+        p, choice = small(tunable, record, result)
+        key = f"{arch} {tunable.op} {implementation} {tune.describe(p)} {tunable.make(p, choice).describe()}"
+        found.setdefault(key, (record, result, implementation))
     return [pytest.param(*entry, id=f"{entry[0]['op']}-{number}") for number, entry in enumerate(found.values())]
 
 
@@ -173,3 +177,27 @@ def test_every_tunable_op_can_have_a_record(p, op, implementation, choice, monke
     monkeypatch.setattr(tune, "shipped", lambda arch: (record,) if arch == "sm_90" else ())
     test_every_entry_is_planned_for_its_own_problem()
     emulate(record, result, implementation)
+
+
+def test_merging_takes_what_is_measured_with_these_kernels(tmp_path, monkeypatch, capsys):
+    shipped = list(tune.shipped("sm_90"))
+    old = next(record for record in shipped if record["op"] == "mamba2_step")
+    (name, result), *_ = old["results"].items()
+    digests = tune.digests(TUNABLES[old["op"], name].make(problem_of(old["op"], old["problem"]), None))
+    fresh = result | {"us": 1.0, "sources": digests}
+    fresh["provenance"] = result["provenance"] | {"command": "python /home/me/.venv/bin/tune step --output /tmp/a.json"}
+    stale, bound = result | {"us": 2.0, "sources": {"gone.cu": "0"}}, fresh | {"us": 3.0, "host_bound": True}
+    found = [old | {"results": {name: fresh}}]
+    found += [
+        old | {"problem": old["problem"] | {"batch": n}, "results": {name: r}} for n, r in ((3, stale), (5, bound))
+    ]
+    (tmp_path / "found.json").write_text(tune.dump(found))
+    (tmp_path / "sm_90.json").write_text(tune.dump(shipped))
+    monkeypatch.setattr(tables, "TABLES", tmp_path)
+    tables.main([str(tmp_path / "found.json")])
+    assert "1 results taken" in capsys.readouterr().out
+    merged = tune.parse((tmp_path / "sm_90.json").read_text())
+    assert len(merged) == len(shipped)
+    (new,) = [record for record in merged if record["problem"] == old["problem"] and record["op"] == old["op"]]
+    assert new["results"][name]["us"] == 1.0
+    assert new["results"][name]["provenance"]["command"] == "python tune step --output a.json"

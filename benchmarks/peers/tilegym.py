@@ -6,6 +6,7 @@ Its tuner compiles every configuration of its six kernels, hundreds in all; "qui
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.cases import Case
@@ -28,6 +29,9 @@ class TileGym(Peer):
 
         def search_some(configs: list[Any], stream: Any, grid: Any, kernel: Any, *rest: Any) -> Any:
             some = configs[:: max(1, len(configs) // count)][:count] if quick else configs
+            if len(some) == 1:  # nothing to time
+                self.configurations[getattr(kernel, "__name__", str(kernel))] = f"{some[0]}, of {len(configs)}"
+                return SimpleNamespace(best=SimpleNamespace(config=some[0]))
             result = search(some, stream, grid, kernel, *rest)
             chosen = f"{result.best.config}, of {len(some)} tried of {len(configs)}"
             self.configurations[getattr(kernel, "__name__", str(kernel))] = chosen

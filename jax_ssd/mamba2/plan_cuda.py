@@ -205,7 +205,7 @@ class _Forward:
             ),
             block=(WARPGROUP * (1 + c.warpgroups), 1, 1),
             shared_memory=stages * (stage + 16) + kept,
-            pdl=True,
+            pdl=not state_only,  # copies start at once, so the first kernel of the plan must come after all others
         )
 
     def carry(self) -> Launch:
@@ -227,7 +227,6 @@ class _Forward:
             (math.ceil(count / CARRY_THREADS), 1, 1),
             (ArrayArg("flags"), ScalarArg(count, "int32")),
             block=(CARRY_THREADS, 1, 1),
-            pdl=True,
         )
 
     def kernel(self, expression: str) -> CudaKernel:

@@ -260,26 +260,25 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
                                             int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
   const float g0 = scalars.decay[16 * warp + row], g1 = scalars.decay[16 * warp + row + 8];
+  float2 source[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) source[i] = *reinterpret_cast<const float2*>(scalars.source + 8 * i + column);
   const unsigned to = tile + swizzled(16 * warp + lane % 16, lane / 16);
+  const int most = 16 * warp + row - column;  // a pair counts if its column, less this thread's first, is at most this
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (j > warp) continue;
+    if (j > warp) break;
     unsigned r[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 source = *reinterpret_cast<const float2*>(scalars.source + 16 * j + 8 * half + column);
-      const float* from = s + 8 * j + 4 * half;
-      float v[4] = {from[0] * exp2_fast(g0 - source.x), from[1] * exp2_fast(g0 - source.y),
-                    from[2] * exp2_fast(g1 - source.x), from[3] * exp2_fast(g1 - source.y)};
-      if (j == warp) {  // selected last, so that what a pair that does not count gives, even a NaN, is dropped
-        const int distance = row - column - 8 * half;
-        if (distance < 0) v[0] = 0.0f;
-        if (distance < 1) v[1] = 0.0f;
-        if (distance < -8) v[2] = 0.0f;
-        if (distance < -7) v[3] = 0.0f;
-      }
-      r[2 * half] = Pair<T>::of(v[0], v[1]);
-      r[2 * half + 1] = Pair<T>::of(v[2], v[3]);
+      const int i = 2 * j + half;
+      // Selected last, so that what a pair that does not count gives, even a NaN, is dropped.
+      const float v0 = 8 * i <= most ? s[4 * i] * exp2_fast(g0 - source[i].x) : 0.0f;
+      const float v1 = 8 * i + 1 <= most ? s[4 * i + 1] * exp2_fast(g0 - source[i].y) : 0.0f;
+      const float v2 = 8 * i - 8 <= most ? s[4 * i + 2] * exp2_fast(g1 - source[i].x) : 0.0f;
+      const float v3 = 8 * i - 7 <= most ? s[4 * i + 3] * exp2_fast(g1 - source[i].y) : 0.0f;
+      r[2 * half] = Pair<T>::of(v0, v1);
+      r[2 * half + 1] = Pair<T>::of(v2, v3);
     }
     store_tiles(to ^ (j << 5), r);
   }
@@ -317,87 +316,201 @@ __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsig
   }
 }
 
-// One warpgroup of those that compute.
+// x of 16 tokens as an A operand (x[p][k]), times what of each token is left at the chunk's end.
+template <typename T>
+__device__ __forceinline__ void weigh(unsigned (&weighed)[4], const unsigned (&x)[4], const float* leaving) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 w = *reinterpret_cast<const float2*>(leaving + 8 * half);
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      weighed[i] = Pair<T>::of(Pair<T>::low(x[i]) * w.x, Pair<T>::high(x[i]) * w.y);
+    }
+  }
+}
+
+template <int Size>
+__device__ __forceinline__ void scale(float (&h)[Size], float factor) {
+#pragma unroll
+  for (int i = 0; i < Size; ++i) h[i] *= factor;
+}
+
+// Who a thread of a warpgroup that computes is.
+struct Member {
+  int warpgroup, thread, warp, lane, row, column;  // row, column: of the thread's first element of an accumulator
+  unsigned channel_tile;  // where its lane finds, or puts, 8 x 8 tiles of x and y: 16 channels of 16 tokens at a time
+  __device__ Member()
+      : warpgroup(threadIdx.x / WARPGROUP - 1),
+        thread(threadIdx.x % WARPGROUP),
+        warp(thread / 32),
+        lane(thread % 32),
+        row(16 * warp + lane / 4),
+        column(2 * (lane % 4)),
+        channel_tile(swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2)) {}
+};
+
+// A state in memory as [64, N].
+template <int N>
+__device__ __forceinline__ void load_state(const float* from, float (&h)[N / 2], const Member& me) {
+  from += me.row * N + me.column;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float2 v0 = *reinterpret_cast<const float2*>(from + 8 * j);
+    const float2 v1 = *reinterpret_cast<const float2*>(from + 8 * N + 8 * j);
+    h[4 * j] = v0.x, h[4 * j + 1] = v0.y, h[4 * j + 2] = v1.x, h[4 * j + 3] = v1.y;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void store_state(float* to, const float (&h)[N / 2], const Member& me) {
+  to += me.row * N + me.column;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    *reinterpret_cast<float2*>(to + 8 * j) = make_float2(h[4 * j], h[4 * j + 1]);
+    *reinterpret_cast<float2*>(to + 8 * N + 8 * j) = make_float2(h[4 * j + 2], h[4 * j + 3]);
+  }
+}
+
+// One warpgroup, only the states: the end state of its segment for each of its blocks.
 template <typename T, class Z, class S, class O>
-__device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
-                        float* states, float* totals, int* flags, float* final) {
+__device__ void compute_states(char* memory, const float* initial, float* states, float* totals) {
   using L = Layout<Z, S, O>;
   constexpr int N = Z::STATE, BLOCKS = S::BLOCKS;
-  using Product = Wgmma<T, CHUNK>;
-  using StateProduct = Wgmma<T, N>;
   const unsigned shared = shared_address(memory);
-  const int group_of_warps = threadIdx.x / WARPGROUP - 1;
-  const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-  const int first_block = group_of_warps * BLOCKS, barrier = 1 + group_of_warps;
-  const int column = 2 * (lane % 4);
-  const long long state_size = 64 * N;
-  // Where this thread's lane finds, or puts, 8 x 8 tiles of x and y: 16 channels of 16 tokens at a time.
-  const unsigned channel_tile = swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
-
-  if constexpr (!O::STATE_ONLY) {
-    for (int i = thread; i < BLOCKS * int(TILE) / 16; i += WARPGROUP) {
-      reinterpret_cast<uint4*>(memory + L::PAIRS + first_block * TILE)[i] = make_uint4(0, 0, 0, 0);
+  const Member me;
+  const int first_block = me.warpgroup * BLOCKS;
+  float h[BLOCKS][N / 2], total[BLOCKS];
+  Piece piece;
+  Pieces<Z, S>().next(piece);
+  const Place<Z, S> place(piece.row);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    total[b] = 0.0f;
+    if (piece.first == 0 && O::HAS_INITIAL) {
+      load_state<N>(initial + (place.batch_row * Z::ALL_BLOCKS + place.block + first_block + b) * (64 * N), h[b], me);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
     }
-    named_barrier(barrier, WARPGROUP);
   }
+  Ring<S::STAGES> ring;
+  unsigned used = 0;  // barrier of the stage that the products under way read
+  for (int chunk = piece.first; chunk < piece.end; ++chunk, ring.advance()) {
+    const unsigned stage = shared + ring.stage * L::STAGE;
+    const Scalars* scalars =
+        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + ring.stage * S::BLOCKS_HERE + first_block;
+    barrier_wait(shared + L::FULL + 8 * ring.stage, ring.parity);
+    unsigned x[BLOCKS][4][4];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        load_tiles_transposed(x[b][k], stage + L::X + (first_block + b) * TILE + me.channel_tile + k * 2048);
+        weigh<T>(x[b][k], x[b][k], scalars[b].leaving + 16 * k + me.column);
+      }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      pin(h[b]);
+      scale(h[b], scalars[b].carried[CHUNK - 1]);
+      total[b] += scalars[b].decay[CHUNK - 1];
+    }
+    if (used && me.lane == 0) barrier_arrive(used);
+    used = shared + L::EMPTY + 8 * ring.stage;
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma<T, N>::template registers<true>(h[b], x[b][k], advanced(column_descriptor(stage + L::B, TILE), k * 2048),
+                                              true);
+      }
+    }
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  const long long slot = piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    pin(h[b]);
+    const long long at = slot * S::BLOCKS_HERE + first_block + b;
+    save_state(states + at * (64 * N), h[b], me.thread);
+    if (me.thread == 0) totals[at] = total[b];
+  }
+}
 
-  float h[BLOCKS][N / 2];
+// The state in which a piece starts, of a block that is the `block`-th of the thread block's.
+template <class Z, class S, class O>
+__device__ __forceinline__ void start_state(float (&h)[Z::STATE / 2], const Piece& piece, const Place<Z, S>& place,
+                                            int block, const float* initial, const float* states, const Member& me) {
+  constexpr long long SIZE = 64 * Z::STATE;
+  if (piece.first > 0) {
+    const long long slot = S::SEGMENTS > 1 ? piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT - 1
+                                           : (long long)blockIdx.x - 1;
+    restore_state(states + (slot * S::BLOCKS_HERE + block) * SIZE, h, me.thread);
+  } else if (O::HAS_INITIAL) {
+    load_state<Z::STATE>(initial + (place.batch_row * Z::ALL_BLOCKS + place.block + block) * SIZE, h, me);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Z::STATE / 2; ++i) h[i] = 0.0f;
+  }
+}
+
+__device__ __forceinline__ void wait_for_flag(const int* flag) {
+  int ready;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ready) : "l"(flag) : "memory");
+  } while (!ready);
+}
+
+__device__ __forceinline__ void raise_flag(int* flag) {
+  asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+// One warpgroup of those that compute y.
+template <typename T, class Z, class S, class O>
+__device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
+                        float* states, int* flags, float* final) {
+  using L = Layout<Z, S, O>;
+  constexpr int N = Z::STATE, BLOCKS = S::BLOCKS;
+  constexpr long long STATE_SIZE = 64 * N;
+  using Product = Wgmma<T, CHUNK>;
+  const unsigned shared = shared_address(memory);
+  const Member me;
+  const int first_block = me.warpgroup * BLOCKS, barrier = 1 + me.warpgroup;
+  const unsigned pair_tiles = shared + L::PAIRS + first_block * TILE, y_tiles = shared + L::Y + first_block * TILE;
+  for (int i = me.thread; i < BLOCKS * int(TILE) / 16; i += WARPGROUP) {
+    reinterpret_cast<uint4*>(memory + L::PAIRS + first_block * TILE)[i] = make_uint4(0, 0, 0, 0);
+  }
+  named_barrier(barrier, WARPGROUP);
+
+  float h[BLOCKS][N / 2], skip[BLOCKS][2];
   Ring<S::STAGES> ring;
   unsigned gate_parity = 0;
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
     const Place<Z, S> place(piece.row);
     const int block = place.block + first_block;
-    float total[BLOCKS];
-    float skip[BLOCKS][2];
-
-    if constexpr (S::SEGMENTS == 1) {
-      if (piece.first > 0) {
-        if (thread == 0) {
-          int ready;
-          do {
-            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
-                         : "=r"(ready)
-                         : "l"(flags + (blockIdx.x - 1) * S::WARPGROUPS + group_of_warps)
-                         : "memory");
-          } while (!ready);
-        }
-        named_barrier(barrier, WARPGROUP);
-      }
+    if (S::SEGMENTS == 1 && piece.first > 0) {
+      if (me.thread == 0) wait_for_flag(flags + (blockIdx.x - 1) * S::WARPGROUPS + me.warpgroup);
+      named_barrier(barrier, WARPGROUP);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      total[b] = 0.0f;
-      if (piece.first > 0 && !O::STATE_ONLY) {
-        const long long slot = S::SEGMENTS > 1 ? piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT - 1
-                                               : (long long)blockIdx.x - 1;
-        restore_state(states + (slot * S::BLOCKS_HERE + first_block + b) * state_size, h[b], thread);
-      } else if (piece.first == 0 && O::HAS_INITIAL) {
-        const float* from = initial + ((place.batch_row * Z::ALL_BLOCKS + block + b) * 64 + 16 * warp + lane / 4) * N;
-#pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-          const float2 v0 = *reinterpret_cast<const float2*>(from + 8 * j + column);
-          const float2 v1 = *reinterpret_cast<const float2*>(from + 8 * N + 8 * j + column);
-          h[b][4 * j] = v0.x, h[b][4 * j + 1] = v0.y, h[b][4 * j + 2] = v1.x, h[b][4 * j + 3] = v1.y;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
-      }
+      start_state<Z, S, O>(h[b], piece, place, first_block + b, initial, states, me);
       if constexpr (O::HAS_D) {
-        const float* from = D + (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::ALL_BLOCKS * 64;
-        skip[b][0] = from[(block + b) * 64 + 16 * warp + lane / 4];
-        skip[b][1] = from[(block + b) * 64 + 16 * warp + lane / 4 + 8];
+        const float* from = D + (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::ALL_BLOCKS * 64 + (block + b) * 64;
+        skip[b][0] = from[me.row];
+        skip[b][1] = from[me.row + 8];
       }
     }
-
     for (int chunk = piece.first; chunk < piece.end; ++chunk, ring.advance()) {
       const unsigned stage = shared + ring.stage * L::STAGE;
       const Scalars* scalars =
           reinterpret_cast<const Scalars*>(memory + L::SCALARS) + ring.stage * S::BLOCKS_HERE + first_block;
       barrier_wait(shared + L::FULL + 8 * ring.stage, ring.parity);
-
-      if constexpr (!O::STATE_ONLY) {
+      {
         float s[32];
         wgmma_fence();
 #pragma unroll
@@ -410,21 +523,18 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         wgmma_wait<0>();
         pin(s);
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          store_pairs<T>(s, scalars[b], shared + L::PAIRS + (first_block + b) * TILE, warp, lane);
-        }
-        fence_async_proxy();
-        if (thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
-        named_barrier(barrier, WARPGROUP);
-        if constexpr (O::HAS_Z) {
-          if (thread == 0) {
+        for (int b = 0; b < BLOCKS; ++b) store_pairs<T>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+      }
+      fence_async_proxy();
+      if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
+      named_barrier(barrier, WARPGROUP);
+      if constexpr (O::HAS_Z) {
+        if (me.thread == 0) {
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-              const unsigned gate = shared + L::GATE + 8 * (first_block + b);
-              barrier_expect(gate, TILE);
-              copy_in(shared + L::Y + (first_block + b) * TILE, z, 0, block + b, chunk * CHUNK, int(place.batch_row),
-                      gate, KEEP_FIRST);
-            }
+          for (int b = 0; b < BLOCKS; ++b) {
+            const unsigned gate = shared + L::GATE + 8 * (first_block + b);
+            barrier_expect(gate, TILE);
+            copy_in(y_tiles + b * TILE, z, 0, block + b, chunk * CHUNK, int(place.batch_row), gate, KEEP_FIRST);
           }
         }
       }
@@ -432,162 +542,132 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
         const unsigned x_tile = stage + L::X + (first_block + b) * TILE;
-        const unsigned pairs = shared + L::PAIRS + (first_block + b) * TILE;
+        const unsigned pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
         float y[32];
-        if constexpr (!O::STATE_ONLY) {
-          unsigned a[N / 16][4];
+        // The state as an operand, at most 32 registers of it at a time.
 #pragma unroll
-          for (int k = 0; k < N / 16; ++k) {
+        for (int part = 0; part < N / 16; part += 8) {
+          constexpr int DEPTH = N / 16 < 8 ? N / 16 : 8;
+          if (part > 0) {
+            wgmma_wait<0>();
+            pin(y);
+          }
+          unsigned a[DEPTH][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[k][i] = Pair<T>::of(h[b][8 * k + 2 * i], h[b][8 * k + 2 * i + 1]);
+          for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float* pair = h[b] + 8 * (part + k) + 2 * i;
+              a[k][i] = Pair<T>::of(pair[0], pair[1]);
+            }
           }
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < N / 16; ++k) {
-            Product::template registers<>(y, a[k], advanced(row_descriptor(stage + L::C), k / 4 * TILE + k % 4 * 32),
-                                          k > 0);
+          for (int k = 0; k < DEPTH; ++k) {
+            const unsigned at = (part + k) / 4 * TILE + k % 4 * 32;
+            Product::template registers<>(y, a[k], advanced(row_descriptor(stage + L::C), at), part + k > 0);
           }
           wgmma_commit();
         }
-        const float left = scalars[b].carried[CHUNK - 1];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) h[b][i] *= left;
-        if constexpr (O::STATE_ONLY) total[b] += scalars[b].decay[CHUNK - 1];
-        if constexpr (!O::STATE_ONLY) {
-          wgmma_wait<0>();
-          pin(y);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + 8 * j + column);
-            y[4 * j] *= carried.x, y[4 * j + 1] *= carried.y, y[4 * j + 2] *= carried.x, y[4 * j + 3] *= carried.y;
-          }
-        }
-        unsigned xt[4][4], xw[4][4], finite = 0;
+        scale(h[b], scalars[b].carried[CHUNK - 1]);
+        wgmma_wait<0>();
+        pin(y);
+        unsigned x[4][4], weighed[4][4], finite = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          load_tiles_transposed(xt[k], x_tile + channel_tile + k * 2048);
+          load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float2 w = *reinterpret_cast<const float2*>(scalars[b].leaving + 16 * k + 8 * half + column);
+            const int token = 16 * k + 8 * half + me.column;
+            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + token);
+            const float2 leaving = *reinterpret_cast<const float2*>(scalars[b].leaving + token);
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              xw[k][i] = Pair<T>::of(Pair<T>::low(xt[k][i]) * w.x, Pair<T>::high(xt[k][i]) * w.y);
-              if constexpr (!O::STATE_ONLY) finite = Pair<T>::plus_zero_times(finite, xt[k][i]);
+              const float x0 = Pair<T>::low(x[k][i]), x1 = Pair<T>::high(x[k][i]);
+              float& y0 = y[8 * k + 2 * i];
+              float& y1 = y[8 * k + 2 * i + 1];
+              y0 *= carried.x, y1 *= carried.y;
+              if constexpr (O::HAS_D) y0 += skip[b][i % 2] * x0, y1 += skip[b][i % 2] * x1;
+              weighed[k][i] = Pair<T>::of(x0 * leaving.x, x1 * leaving.y);
+              finite = Pair<T>::plus_zero_times(finite, x[k][i]);
             }
           }
         }
-        bool poisoned = false;
-        if constexpr (!O::STATE_ONLY) {
-          poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
-          if (poisoned) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) xt[k][i] = Pair<T>::only_finite(xt[k][i]);
-            }
-          }
-          wgmma_fence();
+        const bool poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+        if (poisoned) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            Product::template registers<>(y, xt[k], advanced(row_descriptor(pairs), k * 32), true);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
           }
-          wgmma_commit();
         }
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          StateProduct::template registers<true>(h[b], xw[k], advanced(column_descriptor(stage + L::B, TILE), k * 2048),
-                                                 true);
+          Product::template registers<>(y, x[k], advanced(row_descriptor(pairs), k * 32), true);
         }
         wgmma_commit();
-
-        if constexpr (!O::STATE_ONLY) {
-          wgmma_wait<1>();
-          pin(y);
-          if constexpr (O::HAS_D) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < 4; ++k) {
+          Wgmma<T, N>::template registers<true>(h[b], weighed[k],
+                                                advanced(column_descriptor(stage + L::B, TILE), k * 2048), true);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(y);
+        if constexpr (O::HAS_Z) barrier_wait(shared + L::GATE + 8 * (first_block + b), gate_parity);
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                y[8 * k + 2 * i] += skip[b][i % 2] * Pair<T>::low(xt[k][i]);
-                y[8 * k + 2 * i + 1] += skip[b][i % 2] * Pair<T>::high(xt[k][i]);
-              }
+        for (int k = 0; k < 4; ++k) {
+          unsigned r[4];
+          if constexpr (O::HAS_Z) {
+            load_tiles_transposed(r, y_tile + me.channel_tile + k * 2048);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float z0 = Pair<T>::low(r[i]), z1 = Pair<T>::high(r[i]);
+              y[8 * k + 2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
+              y[8 * k + 2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
             }
           }
-          if constexpr (O::HAS_Z) barrier_wait(shared + L::GATE + 8 * (first_block + b), gate_parity);
-          const unsigned y_tile = shared + L::Y + (first_block + b) * TILE;
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            unsigned r[4];
-            if constexpr (O::HAS_Z) {
-              load_tiles_transposed(r, y_tile + channel_tile + k * 2048);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const float z0 = Pair<T>::low(r[i]), z1 = Pair<T>::high(r[i]);
-                y[8 * k + 2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
-                y[8 * k + 2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) r[i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
-            store_tiles_transposed(y_tile + channel_tile + k * 2048, r);
-          }
-          if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, warp, lane);
-          fence_async_proxy();
+          for (int i = 0; i < 4; ++i) r[i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
+          store_tiles_transposed(y_tile + me.channel_tile + k * 2048, r);
         }
-        if (b == BLOCKS - 1) {
-          wgmma_wait<0>();
+        if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, me.warp, me.lane);
+      }
+      fence_async_proxy();
+      wgmma_wait<0>();
 #pragma unroll
-          for (int i = 0; i < BLOCKS; ++i) pin(h[i]);
+      for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
+      if (me.lane == 0) barrier_arrive(shared + L::EMPTY + 8 * ring.stage);
+      named_barrier(barrier, WARPGROUP);
+      if (me.thread == 0) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+          copy_out(y_map, 0, block + b, chunk * CHUNK, int(place.batch_row), y_tiles + b * TILE, KEEP_FIRST);
         }
-        if (!O::STATE_ONLY || b == BLOCKS - 1) named_barrier(barrier, WARPGROUP);
-        if (thread == 0) {
-          if constexpr (!O::STATE_ONLY) {
-            copy_out(y_map, 0, block + b, chunk * CHUNK, int(place.batch_row), shared + L::Y + (first_block + b) * TILE,
-                     KEEP_FIRST);
-            copies_commit();
-          }
-          if (b == BLOCKS - 1) barrier_arrive(shared + L::EMPTY + 8 * ring.stage);
-        }
+        copies_commit();
       }
       gate_parity ^= 1;
     }
 
-    if constexpr (O::STATE_ONLY) {
-      const long long slot = piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT;
+    if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        const long long at = slot * S::BLOCKS_HERE + first_block + b;
-        save_state(states + at * state_size, h[b], thread);
-        if (thread == 0) totals[at] = total[b];
+        const long long at = (long long)blockIdx.x * S::BLOCKS_HERE + first_block + b;
+        save_state(states + at * STATE_SIZE, h[b], me.thread);
       }
-    } else {
-      if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
+      __threadfence();
+      named_barrier(barrier, WARPGROUP);
+      if (me.thread == 0) raise_flag(flags + blockIdx.x * S::WARPGROUPS + me.warpgroup);
+    }
+    if (O::HAS_FINAL && piece.end == Z::CHUNKS) {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          save_state(states + ((long long)blockIdx.x * S::BLOCKS_HERE + first_block + b) * state_size, h[b], thread);
-        }
-        __threadfence();
-        named_barrier(barrier, WARPGROUP);
-        if (thread == 0) {
-          asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(flags + blockIdx.x * S::WARPGROUPS + group_of_warps)
-                       : "memory");
-        }
-      }
-      if (O::HAS_FINAL && piece.end == Z::CHUNKS) {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          float* to = final + ((place.batch_row * Z::ALL_BLOCKS + block + b) * 64 + 16 * warp + lane / 4) * N;
-#pragma unroll
-          for (int j = 0; j < N / 8; ++j) {
-            *reinterpret_cast<float2*>(to + 8 * j + column) = make_float2(h[b][4 * j], h[b][4 * j + 1]);
-            *reinterpret_cast<float2*>(to + 8 * N + 8 * j + column) = make_float2(h[b][4 * j + 2], h[b][4 * j + 3]);
-          }
-        }
+      for (int b = 0; b < BLOCKS; ++b) {
+        store_state<N>(final + (place.batch_row * Z::ALL_BLOCKS + block + b) * STATE_SIZE, h[b], me);
       }
     }
   }
-  if (!O::STATE_ONLY && thread == 0) copies_wait<0>();
+  if (me.thread == 0) copies_wait<0>();
 }
 
 }  // namespace
@@ -609,19 +689,24 @@ __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(shared + L::FULL + 8 * i, 1 + S::BLOCKS_HERE);
-      barrier_init(shared + L::EMPTY + 8 * i, S::WARPGROUPS);
+      barrier_init(shared + L::EMPTY + 8 * i, 4 * S::WARPGROUPS);  // every warp
     }
     for (int i = 0; i < S::BLOCKS_HERE; ++i) barrier_init(shared + L::GATE + 8 * i, 1);
     fence_barrier_init();
   }
   __syncthreads();
-  wait_for_earlier_kernels();
   if (threadIdx.x < WARPGROUP) {
     give_registers<24>();
+    // Waits for no earlier kernel: none of this plan writes what it reads, and the first one starts after all others.
     provide<D, Z, S, O>(memory, x, B, C, dt, dt_bias, A, low, high);
   } else {
     take_registers<240>();
-    compute<T, Z, S, O>(memory, z, y, skip, initial, states, totals, flags, final);
+    wait_for_earlier_kernels();
+    if constexpr (O::STATE_ONLY) {
+      compute_states<T, Z, S, O>(memory, initial, states, totals);
+    } else {
+      compute<T, Z, S, O>(memory, z, y, skip, initial, states, flags, final);
+    }
   }
 }
 
