@@ -141,10 +141,16 @@ def check_supported(problem: Problem) -> None:
         )
 
 
-def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
-    """All gradients of one call, of parameters one row per entry of the batch."""
+def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequence[str] | None = None) -> Plan:
+    """All gradients of one call, of parameters one row per entry of the batch.
+
+    archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
+
+    Raises:
+      NotImplementedError: the kernels do not serve the problem, with the limit and the figure.
+    """
     check_supported(problem)
-    return _Builder(problem, config or heuristic(problem)).plan()
+    return _Builder(problem, config or heuristic(problem, archs)).plan()
 
 
 class _Builder:

@@ -76,6 +76,9 @@ __device__ inline void begin() {
 // The same in all lanes, for the compiler to know.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0); }
 
+// Brings the line at an address to the L2 cache.
+__device__ inline void want(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 __device__ inline float2 unpack(unsigned pair) { return make_float2(low_of_pair(pair), high_of_pair(pair)); }
 
 __device__ inline void unpack8(uint4 words, float* values) {
@@ -549,6 +552,9 @@ __global__ void __launch_bounds__(Threads)
         const int t = min(begin + i, kSeq - 1);
         angle[i] = angles[at + (long long)t * kHeads * kPairs];
         step[i] = dt[t];
+      }
+      if (const int later = begin + kRound + lane; lane < kRun && later < kSeq) {
+        want(angles + at - lane + (long long)later * kHeads * kPairs);
       }
       unsigned sum[kRun], total = 0;
 #pragma unroll
@@ -1583,6 +1589,9 @@ __global__ void __launch_bounds__(Threads)
         sum[i][j] = there ? d_angles[at] : 0.0f;
         rate[i][j] = there ? angles[at] : 0.0f;
       }
+    }
+    if (const int earlier = begin - kRound + lane % kRun; lane < 2 * kRun && earlier >= 0) {
+      want((lane < kRun ? angles : d_angles) + first + (long long)earlier * kHeads * kPairs);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {

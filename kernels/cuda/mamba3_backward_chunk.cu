@@ -42,8 +42,8 @@ struct ChunkMemory {
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
                        kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
   static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
-                       kBias = kPhase + C::kTokens * kTurnPitch * 4,        // [side][warp][rank][column]
-      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                       // [v, o, z][warp][rank][p]
+                       kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
+      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
       kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 80;
 
   char* base;
@@ -62,8 +62,8 @@ struct ChunkMemory {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
   }
   __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
-  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of four
-  // warps; <T, s> and dO . V, of four warps.
+  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of
+  // four warps; <T, s> and dO . V, of four warps.
   __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
 };
 
@@ -197,8 +197,8 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
-// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th head.
-// By the output's warpgroup, which would only wait for M otherwise.
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
+// head. By the output's warpgroup, which would only wait for M otherwise.
 template <class C>
 __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
                                              const ChunkMemory<C>& memory, int i) {
@@ -439,8 +439,8 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float x = own[2 * half], y = own[2 * half + 1];
-        const float2 was = unpack2(*reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 +
-                                                                      ((j % 8) ^ (lane / 4)) * 16));
+        const float2 was = unpack2(
+            *reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 + ((j % 8) ^ (lane / 4)) * 16));
         const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
         const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
         turn[half * kTurned + j] = y * was.x - x * was.y;
@@ -579,7 +579,8 @@ __device__ __forceinline__ void store_folded(bf16* to, float (&x)[8], int rest) 
   for (int i = 0; i < kOwn; i += 2) {
     const int at = (rank * kOwn + i) / 2, later = at % 2 * 8 / C::kRank;
     if (later <= rest) {
-      *reinterpret_cast<unsigned*>(to + (long long)later * C::kHeads * C::kP + at / 2 * 8) = Pairs16::of(x[i], x[i + 1]);
+      *reinterpret_cast<unsigned*>(to + (long long)later * C::kHeads * C::kP + at / 2 * 8) =
+          Pairs16::of(x[i], x[i + 1]);
     }
   }
 }
@@ -654,7 +655,8 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  const float* weights =
+      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
   float d_fold[16], d_spread[16], d_gate[8];
 #pragma unroll
@@ -842,9 +844,10 @@ __device__ __forceinline__ void value_gradients(const float (&d)[32], const Chun
   using Memory = ChunkMemory<C>;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch +
-                    lane_column;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  const bf16* raw =
+      memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch + lane_column;
+  const float* weights =
+      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_v = in.d_v + place.token_head(c, h, C::kP) + lane_column;
   float d_spread[16], d_value[8];
 #pragma unroll
@@ -855,8 +858,8 @@ __device__ __forceinline__ void value_gradients(const float (&d)[32], const Chun
     for (int half = 0; half < 2; ++half) {
       const float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
       if constexpr (C::kWeighted) {
-        const float2 v = unpack2(
-            *reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
+        const float2 v =
+            unpack2(*reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
         sum.x += dx.x * v.x, sum.y += dx.y * v.y;
       }
       float2 own = make_float2(dx.x * spread.x, dx.y * spread.y);
@@ -979,9 +982,10 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
                           bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, float* records, int batch,
                           int seq, int parts) {
   extern __shared__ __align__(1024) char shared[];
-  const ChunkArrays in{q,     k,      v,        z,     dy,    q_bias,  k_bias, mimo_v, mimo_o, mimo_z, D,
-                       gamma, f,      decay,    states, adjoints, d_final_angle, d_final_k, d_final_v, angles, d_adt, d_f,
-                       d_gamma, d_v,  d_z, d_q, d_k, q_sums, k_sums, records, batch, seq, parts};
+  const ChunkArrays in{q,         k,      v,       z,     dy,      q_bias, k_bias,   mimo_v,        mimo_o,
+                       mimo_z,    D,      gamma,   f,     decay,   states, adjoints, d_final_angle, d_final_k,
+                       d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,           d_k,
+                       q_sums,    k_sums, records, batch, seq,     parts};
   const ChunkPlace<C> place(in);
   const ChunkMemory<C> memory{shared};
   if (threadIdx.x == 0) {

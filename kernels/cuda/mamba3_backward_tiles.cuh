@@ -1,9 +1,10 @@
-// What the Hopper kernels of the backward of Mamba-3 share: the sizes of a call, tiles of 64 rows in shared memory, rows
-// of q, k, v and the output's adjoint made ready for products, sums over the rows of accumulators.
+// What the Hopper kernels of the backward of Mamba-3 share: the sizes of a call, tiles of 64 rows in shared memory,
+// rows of q, k, v and the output's adjoint made ready for products, sums over the rows of accumulators.
 //
 // Rows of a tile are the tokens of a chunk times the ranks, row = token * kRank + rank. Columns of q and k are kept in
 // the order in which rotated pairs are neighbours, whatever the order in memory. Tiles are panels of 64 rows and 64
-// columns, swizzled as wgmma.cuh wants them; states and their adjoints are tiles [head_dim][state] in device memory too.
+// columns, swizzled as wgmma.cuh wants them; states and their adjoints are tiles [head_dim][state] in device memory
+// too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -65,7 +66,9 @@ __device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
   return make_uint4(Pairs16::of(x[0], x[1]), Pairs16::of(x[2], x[3]), Pairs16::of(x[4], x[5]), Pairs16::of(x[6], x[7]));
 }
 
-__device__ __forceinline__ float2 unpack2(unsigned pair) { return make_float2(Pairs16::low(pair), Pairs16::high(pair)); }
+__device__ __forceinline__ float2 unpack2(unsigned pair) {
+  return make_float2(Pairs16::low(pair), Pairs16::high(pair));
+}
 
 __device__ __forceinline__ void load8(const float* p, float (&x)[8]) {
   const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];

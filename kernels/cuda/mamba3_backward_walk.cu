@@ -1,5 +1,5 @@
-// States before each chunk of a Mamba-3 scan, walking forward, and adjoints of the states after it, walking backward, on
-// Hopper. A block walks along a segment of one head in one direction, the state in registers:
+// States before each chunk of a Mamba-3 scan, walking forward, and adjoints of the states after it, walking backward,
+// on Hopper. A block walks along a segment of one head in one direction, the state in registers:
 //
 //   s <- exp(a_last) s + V' diag(f exp(a_last - a)) K        T <- exp(a_last) T + dO' diag(exp(a)) Q
 //
@@ -184,8 +184,8 @@ struct Walker {
     const int row = thread / 32 % 4 * 16 + lane / 4, column = team * 64 + lane % 4 * 2;
     const long long head = (long long)b * C::kHeads + h;
     const long long param = ((long long)C::param_row(b) * C::kHeads + h) * C::kRank;
-    float* end = in.ends + ((Backward ? (long long)in.batch * C::kHeads + head : head) * in.segments + segment) *
-                               (C::kP * C::kN);
+    float* end = in.ends +
+                 ((Backward ? (long long)in.batch * C::kHeads + head : head) * in.segments + segment) * (C::kP * C::kN);
 
     float* bias = reinterpret_cast<float*>(memory + Memory::kBias);
     for (int i = thread; i < C::kRank * C::kN; i += kWalkThreads) {
@@ -203,9 +203,7 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
-      state[i] = ends_only           ? 0.0f
-                 : in.segments > 1 ? end[p * C::kN + n]
-                                   : outer_state<C>(in, Backward, b, h, p, n);
+      state[i] = ends_only ? 0.0f : in.segments > 1 ? end[p * C::kN + n] : outer_state<C>(in, Backward, b, h, p, n);
     }
     bf16* stored = (Backward ? in.adjoints : in.states) + head * chunks * (C::kP * C::kN);
     Raw raw;
@@ -266,9 +264,9 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   extern __shared__ __align__(1024) char shared[];
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  const WalkArrays in{q,  k,    v,         z,       dy,      q_bias,  k_bias, mimo_v,   mimo_o,      mimo_z, f,     decay,
-                      phases, dt, trap, state_ssm, state_k, state_v, d_final, states, adjoints, d_state_ssm, ends, batch,
-                      seq, segments, segment_chunks};
+  const WalkArrays in{q,       k,      v,        z,           dy,   q_bias, k_bias,    mimo_v,   mimo_o,
+                      mimo_z,  f,      decay,    phases,      dt,   trap,   state_ssm, state_k,  state_v,
+                      d_final, states, adjoints, d_state_ssm, ends, batch,  seq,       segments, segment_chunks};
   const int h = blockIdx.x % C::kHeads, b = blockIdx.x / C::kHeads, segment = blockIdx.y;
   if (blockIdx.z == 0) {
     if (EndsOnly && segment == segments - 1) return;  // nothing follows
