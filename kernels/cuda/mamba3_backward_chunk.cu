@@ -927,6 +927,9 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
+    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
+    named_barrier(3, kTeam);
+    if (thread == 0 && i + 1 < place.heads) ask(h + 1);
     scale_rows(d, memory.rows(buffer, kOut));
     wgmma_fence();
     multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
@@ -952,12 +955,8 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
 #pragma unroll
     for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
-    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
     named_barrier(3, kTeam);
-    if (thread == 0) {
-      barrier_arrive(memory.phases_here());
-      if (i + 1 < place.heads) ask(h + 1);
-    }
+    if (thread == 0) barrier_arrive(memory.phases_here());
     float* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
     if constexpr (C::kWeighted) {
