@@ -187,7 +187,9 @@ class _Builder:
                 if self.segments > 1
                 else []
             ),
-            Buffer("records", (p.batch, self.chunks, p.heads, self.record), "float32"),
+            Buffer(
+                "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
+            ),
         )
         self.present = {b.name for b in (*p.operands, *self.results, *self.scratch)}
 
@@ -220,9 +222,10 @@ class _Builder:
             *([group_sums] if self.summed_parts else []),
             self.launch(
                 "parameter_sums",
-                (math.ceil(p.heads * self.record / SUM_THREADS), p.batch, 1),
+                (math.ceil(p.heads * self.record / 2 / SUM_THREADS), p.batch, 1),
                 SUM_THREADS,
                 ("records", *(f"grad_{name}" for name in parameters)),
+                template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
             ),
             self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
         ]
@@ -301,11 +304,11 @@ class _Builder:
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
-        scalars: tuple[ScalarArg, ...] = ()
+        scalars: tuple[ScalarArg, ...] = (), template: str = ""
     ) -> Launch:  # fmt: skip
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
-        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}>", self.options())
+        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
         pdl = self.config.warpgroups and name != "schedule"
         return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 

@@ -1534,20 +1534,23 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-// Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y).
-template <int Threads>
+// Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y). A thread has
+// two neighbouring elements.
+template <int Threads, typename Record>
 __global__ void __launch_bounds__(Threads)
-    mamba3_parameter_sums(const float* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
+    mamba3_parameter_sums(const Record* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
                           float* d_mimo_z, float* d_norm_weight, float* d_D) {
   begin();
-  const int i = blockIdx.x * Threads + threadIdx.x, b = blockIdx.y;
+  const int i = 2 * (blockIdx.x * Threads + threadIdx.x), b = blockIdx.y;
   if (i >= kHeads * kRecord) return;
   const int h = i / kRecord, at = i % kRecord;
   const long long head = (long long)b * kHeads + h;
   float* to = nullptr;
+  int second = 1;  // where the other element is
   if (at < kMimoVAt) {
-    const int inner = at % kKBiasAt;
-    to = (at < kKBiasAt ? d_q_bias : d_k_bias) + (head * kRank + inner / kN) * kN + column(inner % kN);
+    const int inner = at % kKBiasAt, n = inner % kN;
+    to = (at < kKBiasAt ? d_q_bias : d_k_bias) + (head * kRank + inner / kN) * kN + column(n);
+    second = column(n + 1) - column(n);
   } else if (at < kNormAt) {
     const int inner = at - kMimoVAt, which = inner / (kRank * kP);
     const bool has = !kSiso && (which == 0 || (which == 1 ? !kKeepsRank : kHasGate));
@@ -1556,13 +1559,23 @@ __global__ void __launch_bounds__(Threads)
     if (kHasNorm) to = d_norm_weight + head * kP + at - kNormAt;
   } else if (at == kSkipAt && kHasSkip) {
     to = d_D + head;
+    second = 0;
   }
   if (to == nullptr) return;
-  const float* from = records + (long long)b * kChunks * kHeads * kRecord + i;
-  float sum = 0.0f;
+  const Record* from = records + (long long)b * kChunks * kHeads * kRecord + i;
+  float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
-  for (int n = 0; n < kChunks; ++n) sum += from[(long long)n * kHeads * kRecord];
-  *to = sum;
+  for (int n = 0; n < kChunks; ++n) {
+    float2 own;
+    if constexpr (sizeof(Record) == 2) {
+      own = unpack(*reinterpret_cast<const unsigned*>(from + (long long)n * kHeads * kRecord));
+    } else {
+      own = *reinterpret_cast<const float2*>(from + (long long)n * kHeads * kRecord);
+    }
+    sum.x += own.x, sum.y += own.y;
+  }
+  if (second) to[second] = sum.y;
+  *to = sum.x;
 }
 
 // Along time, of one head: d_phases (in the memory of d_angles) summed from the end, and with them dt, trap, angles.

@@ -22,7 +22,8 @@ struct ChunkArrays {
   const float *d_final_angle, *d_final_k, *d_final_v;
   float *angles, *d_adt, *d_f, *d_gamma;
   bf16 *d_v, *d_z, *d_q, *d_k;
-  float *q_sums, *k_sums, *records;
+  float *q_sums, *k_sums;
+  bf16* records;
   int batch, seq, parts;
 };
 
@@ -103,7 +104,7 @@ struct ChunkPlace {
   __device__ long long state(int h) const {
     return (((long long)b * C::kHeads + h) * chunks + chunk) * (C::kN * C::kP);
   }
-  __device__ float* record(const ChunkArrays& in, int h) const {
+  __device__ bf16* record(const ChunkArrays& in, int h) const {
     return in.records + (((long long)b * chunks + chunk) * C::kHeads + h) * C::kRecord;
   }
 };
@@ -339,7 +340,7 @@ __device__ __forceinline__ void finish_sums(const ChunkArrays& in, const ChunkPl
   const float carried = others[0] + others[1] + (others[2] + others[3]);
   ends = warp_sum(ends) + exp2_fast(row_of(kDecay, C::kRows - 1)) * carried;
   if (C::kSkip && lane == 0) {
-    place.record(in, h)[C::kSkipAt] = others[4] + others[5] + (others[6] + others[7]);
+    place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
   }
   float suffix = e[0] + e[1];
 #pragma unroll
@@ -410,15 +411,19 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
 // ---------------------------------------------------------------------------------------------------------------------
 // What both sides do with dQ or dK: turn it back, and what the phases, the biases and the group get of it.
 
-// Sums over the four warps of a side into a record: `kinds` blocks of [rank][kWidth], `apart` further in the record.
+// Sums [rank][kWidth] over the four warps of a side into a record, rounded: they are summed over many chunks.
 template <class C, int kWidth, int kPitch>
-__device__ __forceinline__ void sum_of_warps(const float* slots, float* to) {
+__device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
+  constexpr int kNext = C::kRank * kPitch, kPairsOfAll = C::kRank * kWidth / 2;
 #pragma unroll
-  for (int i = 0; i < (C::kRank * kWidth + kTeam - 1) / kTeam; ++i) {
-    const int at = threadIdx.x % kTeam + i * kTeam, from = at / kWidth * kPitch + at % kWidth;
-    if (at >= C::kRank * kWidth) continue;
-    constexpr int kNext = C::kRank * kPitch;
-    to[at] = slots[from] + slots[from + kNext] + (slots[from + 2 * kNext] + slots[from + 3 * kNext]);
+  for (int i = 0; i < (kPairsOfAll + kTeam - 1) / kTeam; ++i) {
+    const int at = 2 * (threadIdx.x % kTeam + i * kTeam), from = at / kWidth * kPitch + at % kWidth;
+    if (at >= 2 * kPairsOfAll) continue;
+    float2 x[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) x[w] = *reinterpret_cast<const float2*>(slots + from + w * kNext);
+    *reinterpret_cast<unsigned*>(to + at) =
+        Pairs16::of(x[0].x + x[1].x + (x[2].x + x[3].x), x[0].y + x[1].y + (x[2].y + x[3].y));
   }
 }
 
@@ -824,7 +829,7 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
     named_barrier(4, kTeam);
     if (thread == 0) barrier_arrive(memory.outputs_done());
     if constexpr (C::kWeighted) {
-      float* record = place.record(in, h);
+      bf16* record = place.record(in, h);
       const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
       sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
       sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
@@ -957,7 +962,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
     named_barrier(3, kTeam);
     if (thread == 0) barrier_arrive(memory.phases_here());
-    float* record = place.record(in, h);
+    bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
     if constexpr (C::kWeighted) {
       sum_of_warps<C, C::kP, Memory::kWidePitch>(reinterpret_cast<const float*>(memory.base + Memory::kFolds),
@@ -978,7 +983,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
                           const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
                           const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
                           const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v,
-                          bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, float* records, int batch,
+                          bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, bf16* records, int batch,
                           int seq, int parts) {
   extern __shared__ __align__(1024) char shared[];
   const ChunkArrays in{q,         k,      v,       z,     dy,      q_bias, k_bias,   mimo_v,        mimo_o,
