@@ -268,54 +268,89 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
 }
 
-// Rows of Q and K: biased and turned. A thread keeps its columns and its rank, its rows are eight apart; a warp has
-// columns that turn, or none. Beyond the last token it is that token's again: what these rows meet is zero.
-template <class C, bool Turning>
-__device__ __forceinline__ void stage_keys(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                           const ChunkMemory<C>& memory, const unsigned* turns, int h, int buffer) {
-  using Memory = ChunkMemory<C>;
-  constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
-  constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
-  const int thread = threadIdx.x % kTeam, half = thread / 64, unit = half * 8 + thread % 8;
-  const int first = thread / 8 % 8, rank = first % C::kRank;
-  const bool own_turn = unit < C::kPairs / 4;
-  char* to = memory.base + buffer * Memory::kInput + Memory::kQ + half * kPanel + swizzled(first, unit % 8);
-  turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
+// Rows of Q and K, which a thread copies to where it will bias and turn them. It keeps its columns and its rank, its
+// rows are eight apart; a warp has columns that turn, or none. Beyond the last token it is that token's again: what
+// these rows meet is zero.
+template <class C>
+struct KeyRows {
+  static constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
+  int unit, first;
+  char* to;
 
-  int c = first / C::kRank;
-  const long long at = place.q_at(min(c, place.last), rank), bias = (place.param(h) * C::kRank + rank) * C::kN;
-  const bf16 *q = in.q + at, *k = in.k + at;
-  float q_bias[8], k_bias[8];
-  load_bias<C>(in.q_bias + bias, unit, q_bias);
-  load_bias<C>(in.k_bias + bias, unit, k_bias);
-  uint4 next_q = load_unit<C>(q, unit), next_k = load_unit<C>(k, unit);
-#pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    float x[8], y[8];
-    unpack8(next_q, x), unpack8(next_k, y);
-    if (i < 7) {
-      c += kNext;
-      if (c <= place.last) q += kStride, k += kStride;
-      next_q = load_unit<C>(q, unit), next_k = load_unit<C>(k, unit);
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
-    if constexpr (Turning) {
-      uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
-      if (C::kPairs % 32 == 0 || own_turn) turn = *reinterpret_cast<const uint4*>(turns);
-      const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
-        rotate(x[2 * e], x[2 * e + 1], sine, cosine);
-        rotate(y[2 * e], y[2 * e + 1], sine, cosine);
-      }
-    }
-    *reinterpret_cast<uint4*>(to) = pack8(x);
-    *reinterpret_cast<uint4*>(to + Memory::kK - Memory::kQ) = pack8(y);
-    to += 1024, turns += kNext * Memory::kTurnPitch;
+  __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
+    const int thread = threadIdx.x % kTeam;
+    unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
+    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
+         swizzled(first, unit % 8);
   }
-}
+
+  __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
+    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
+    int c = first / C::kRank;
+    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    const bf16 *q = in.q + at, *k = in.k + at;
+    unsigned row = shared_address(to);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      copy_unit(row, q);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
+      row += 1024, c += kNext;
+      if (c <= place.last) q += kStride, k += kStride;
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  template <bool Turning>
+  __device__ __forceinline__ void finish(const ChunkArrays& in, const ChunkPlace<C>& place, const unsigned* turns,
+                                         int h) const {
+    using Memory = ChunkMemory<C>;
+    turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
+    const long long bias = (place.param(h) * C::kRank + first % C::kRank) * C::kN;
+    float q_bias[8], k_bias[8];
+    load_bias<C>(in.q_bias + bias, unit, q_bias);
+    load_bias<C>(in.k_bias + bias, unit, k_bias);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    char* row = to;
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      float x[8], y[8];
+      unpack8(copied(row), x), unpack8(copied(row + Memory::kK - Memory::kQ), y);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
+      if constexpr (Turning) {
+        uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+        if (C::kPairs % 32 == 0 || unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns);
+        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
+          rotate(x[2 * e], x[2 * e + 1], sine, cosine);
+          rotate(y[2 * e], y[2 * e + 1], sine, cosine);
+        }
+      }
+      *reinterpret_cast<uint4*>(row) = pack8(x);
+      *reinterpret_cast<uint4*>(row + Memory::kK - Memory::kQ) = pack8(y);
+      row += 1024, turns += kNext * Memory::kTurnPitch;
+    }
+  }
+
+ private:
+  // Eight columns; where rotated pairs are half a row apart, four of each half.
+  static __device__ __forceinline__ void copy_unit(unsigned to, const bf16* from) {
+    if constexpr (C::kHalf) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + 8), "l"(from + C::kN / 2) : "memory");
+    } else {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    }
+  }
+  static __device__ __forceinline__ uint4 copied(const char* row) {
+    const uint4 x = *reinterpret_cast<const uint4*>(row);
+    if constexpr (!C::kHalf) return x;
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  }
+};
 
 // Decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows.
 template <class C>
@@ -378,29 +413,29 @@ template <class C>
 __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const ChunkPlace<C>& place,
                                               const ChunkMemory<C>& memory) {
   using Memory = ChunkMemory<C>;
-  constexpr bool kAhead = TurnUnits<C>::kEach <= 2;  // else there are too few registers
   const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
     TurnUnits<C> turning;
-    if (kAhead && i < place.heads) turning.load(in, place, h);
+    if (i < place.heads) turning.load(in, place, h);
+    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    const KeyRows<C> rows(memory, buffer);
+    if (i < place.heads) rows.copy(in, place);
     if (i >= 2) {
-      barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
       if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
       __syncwarp();
     }
     if (i >= place.heads) continue;
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
-    if constexpr (!kAhead) turning.load(in, place, h);
     turning.store(turns);
     if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
     named_barrier(1, kTeam);
     if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
     if (warp / 2 * 8 < C::kPairs / 4) {
-      stage_keys<C, true>(in, place, memory, turns, h, buffer);
+      rows.template finish<true>(in, place, turns, h);
     } else {
-      stage_keys<C, false>(in, place, memory, turns, h, buffer);
+      rows.template finish<false>(in, place, turns, h);
     }
     fence_async_proxy();
     __syncwarp();
@@ -724,6 +759,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
     barrier_wait(memory.full(buffer), i / 2 & 1);
     {
       float qk[32], ov[32];
@@ -742,7 +778,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       if (thread % 32 < 16) {
         const int row = thread / 32 * 16 + thread % 32;
         bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
-        *own = __float2bfloat16_rn(__bfloat162float(*own) + in.D[place.param(h)]);
+        *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
       }
     }
     fence_async_proxy();
