@@ -45,7 +45,8 @@ struct ChunkMemory {
   static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
                        kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
       kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
-      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 80;
+      kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
+                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 80;
 
   char* base;
   // Barriers.
@@ -56,6 +57,7 @@ struct ChunkMemory {
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
   __device__ unsigned phases_here() const { return at(kBarriers + 56); }
   __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
+  __device__ unsigned state_free() const { return at(kBarriers + 72); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -276,6 +278,7 @@ struct KeyRows {
   static constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
   int unit, first;
   char* to;
+  float q_bias[8], k_bias[8];
 
   __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
     const int thread = threadIdx.x % kTeam;
@@ -300,15 +303,16 @@ struct KeyRows {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  template <bool Turning>
-  __device__ __forceinline__ void finish(const ChunkArrays& in, const ChunkPlace<C>& place, const unsigned* turns,
-                                         int h) const {
-    using Memory = ChunkMemory<C>;
-    turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
+  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
     const long long bias = (place.param(h) * C::kRank + first % C::kRank) * C::kN;
-    float q_bias[8], k_bias[8];
     load_bias<C>(in.q_bias + bias, unit, q_bias);
     load_bias<C>(in.k_bias + bias, unit, k_bias);
+  }
+
+  template <bool Turning>
+  __device__ __forceinline__ void finish(const unsigned* turns) const {
+    using Memory = ChunkMemory<C>;
+    turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     char* row = to;
 #pragma unroll 1
@@ -420,7 +424,7 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     TurnUnits<C> turning;
     if (i < place.heads) turning.load(in, place, h);
     if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
-    const KeyRows<C> rows(memory, buffer);
+    KeyRows<C> rows(memory, buffer);
     if (i < place.heads) rows.copy(in, place);
     if (i >= 2) {
       if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
@@ -429,13 +433,14 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     if (i >= place.heads) continue;
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
     turning.store(turns);
+    rows.load_biases(in, place, h);
     if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
     named_barrier(1, kTeam);
     if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
     if (warp / 2 * 8 < C::kPairs / 4) {
-      rows.template finish<true>(in, place, turns, h);
+      rows.template finish<true>(turns);
     } else {
-      rows.template finish<false>(in, place, turns, h);
+      rows.template finish<false>(turns);
     }
     fence_async_proxy();
     __syncwarp();
@@ -741,6 +746,31 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   }
 }
 
+// What the phases of the i-th head get of both sides, once the key side has ended that head, and with it the use of M.
+// The query side is by then at the next head: its own part waits in its slots.
+template <class C>
+__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int h = place.head + i;
+  const OwnTurns<C> own;
+  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
+  const float* others =
+      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
+  barrier_wait(memory.phases_here(), i & 1);
+#pragma unroll
+  for (int j = 0; j < own.kOwn; ++j) {
+    const int c = own.token + own.later(j);
+    if (c > place.last) continue;
+    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
+    }
+    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPlace<C>& place,
                                            const ChunkMemory<C>& memory) {
@@ -753,6 +783,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
   };
   if (thread == 0) ask(place.head);
+  float* slots = reinterpret_cast<float*>(memory.base + Memory::kSlots) + thread;
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -770,6 +801,10 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       wgmma_wait<0>();
       pin(qk), pin(ov);
       weigh<C>(qk, ov, memory, buffer);
+      if (i > 0) {
+        store_turns<C>(in, place, memory, i - 1);
+        barrier_wait(memory.outputs_done(), (i - 1) & 1);
+      }
       store_panel(m, qk);
       store_panel(adjoint_m, ov);
     }
@@ -791,6 +826,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
+    if (thread % 32 == 0) barrier_arrive(memory.state_free());
     scale_rows(d, memory.rows(buffer, kIn));
     wgmma_fence();
     multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
@@ -801,30 +837,19 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
                  memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
-    // The key side and the output have done with M and the state as well.
-    barrier_wait(memory.phases_here(), i & 1);
-    barrier_wait(memory.outputs_done(), i & 1);
-    const OwnTurns<C> own;
-    const float* others = reinterpret_cast<const float*>(memory.base + Memory::kPhase);
-    others += own.token * Memory::kTurnPitch + own.pair;
-    float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
 #pragma unroll
-    for (int j = 0; j < own.kOwn; ++j) {
-      const int c = own.token + own.later(j);
-      if (c > place.last) continue;
-      float sum = turn[j] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
-      if (C::kFinal && place.t0 + c == in.seq - 1) {
-        sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
-      }
-      to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
-    }
+    for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
     named_barrier(2, kTeam);
-    if (thread == 0 && i + 1 < place.heads) ask(h + 1);
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(memory.state_free(), i & 1);
+      ask(h + 1);
+    }
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
                                                place.record(in, h) + C::kQBiasAt);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
+  if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
   store_group<C>(in, place, in.d_q, in.q_sums, group);
 }
 
@@ -851,6 +876,7 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
     wgmma_commit();
     wgmma_wait<0>();
     pin(o);
+    if (thread % 32 == 0) barrier_arrive(memory.state_free());
     store_dots(o, adjoint, memory.sums(buffer, kRead));
     if constexpr (Memory::kOutput) {
       scale_rows(o, memory.rows(buffer, kIn));
@@ -946,7 +972,10 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
       barrier_wait(memory.state_here(), i & 1);
       const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
       const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
+      fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
+      __syncwarp();
       if (lane == 0) {
+        barrier_arrive(memory.state_free());
         memory.sums(buffer, kCarried)[thread / 32] = carried;
         memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
       }
@@ -968,7 +997,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
+    fence_async_proxy();  // likewise of the adjoint
     named_barrier(3, kTeam);
     if (thread == 0 && i + 1 < place.heads) ask(h + 1);
     scale_rows(d, memory.rows(buffer, kOut));
@@ -1039,6 +1068,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.products_here(), 1);
     barrier_init(memory.phases_here(), 1);
     barrier_init(memory.outputs_done(), 1);
+    barrier_init(memory.state_free(), 12);
     fence_barrier_init();
   }
   let_next_kernel_start();
