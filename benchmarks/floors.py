@@ -32,7 +32,9 @@ def array_bytes(case: Case) -> dict[str, int]:
 def necessary_bytes(case: Case, pass_name: str) -> int:
     if case.rank:
         inputs, y = mamba3.array_bytes(case)
-        return inputs + y if pass_name == "forward" else 3 * inputs + 2 * y
+        if pass_name == "forward_backward":
+            return 3 * inputs + 2 * y
+        return inputs + y + (2 * mamba3.state_bytes(case) if pass_name in ("step", "decode") else 0)
     size = array_bytes(case)
     inputs = size["x"] + size["dt"] + size["BC"] + size["parameters"]
     forward = inputs + size["x"]
@@ -67,7 +69,7 @@ def chunk_kernel_memory(case: Case, pass_name: str) -> int | None:
 
 
 def necessary_flops(case: Case, pass_name: str) -> int:
-    if case.rank:
+    if case.rank and case.seq > 1:
         return mamba3.necessary_flops(case, pass_name == "forward_backward")
     tokens, heads, groups = case.batch * case.seq, case.heads, case.groups
     qn, qp, np = CHUNK * case.state, CHUNK * case.head_dim, case.state * case.head_dim

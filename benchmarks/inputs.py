@@ -20,7 +20,7 @@ from benchmarks.cases import Case
 
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("A", "dt_bias", *mamba3.PARAMETERS)  # operands without a batch axis
-PIECE = {"mamba2": 2048, "mamba3": 1024}  # tokens of a piece; the reference of Mamba-3 goes token by token
+PIECE = {"mamba2": 2048, "mamba3": 512}  # tokens of a piece; the reference of Mamba-3 goes token by token
 RESET = 64.0  # the step or negative decay of the token that lets a state decay: nothing of it is left in float32
 
 
@@ -64,9 +64,28 @@ def pieces(case: Case) -> list[slice]:
 
 def token_axis(case: Case, name: str) -> int | None:
     """Where an operand, dy or y has its tokens, the batch being axis 0; None for what has none."""
-    if name in PARAMETERS or name == "state_in":
+    if name in PARAMETERS or name.startswith("state_"):
         return None
     return 2 if case.rank and name in mamba3.SCALARS else 1
+
+
+def token(case: Case, arrays: dict[str, Any], index: int = 0) -> tuple[Any, ...]:
+    """Operands of one step, in call order: a token of every row."""
+    found = []
+    for name in operand_names(case):
+        axis = token_axis(case, name)
+        found.append(arrays[name] if axis is None else arrays[name][(slice(None),) * axis + (index,)])
+    return tuple(found)
+
+
+def step_state(case: Case, arrays: dict[str, Any]) -> Any:
+    """The state of a step: of Mamba-3 a tuple of four pieces."""
+    return tuple(arrays[name] for name in mamba3.STATE) if case.rank else arrays["state_in"]
+
+
+def main_state(case: Case, state: Any) -> Any:
+    """The matrices in it."""
+    return state[1] if case.rank else state
 
 
 def checked(case: Case) -> Arrays:

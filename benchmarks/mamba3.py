@@ -16,6 +16,7 @@ from benchmarks.cases import Case
 
 ROWS = 64  # token-rank rows of a chunk
 PARAMETERS = ("q_bias", "k_bias", "D", "mimo_v", "mimo_z", "mimo_o")
+STATE = ("state_angle", "state_ssm", "state_k", "state_v")  # of a step, as in jax_ssd.Mamba3State
 SCALARS = ("adt", "dt", "trap")  # [batch, heads, seq]
 _FLOAT32 = ("q_bias", "k_bias", "angles", "adt", "dt", "trap", "D", "mimo_v", "mimo_z", "mimo_o")
 
@@ -34,11 +35,15 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
     named = {"q": key, "k": key, "v": value, "q_bias": bias, "k_bias": bias}
     named |= {"angles": (*value[:3], case.state // 4), "adt": scalar, "dt": scalar, "trap": scalar, "z": value}
     named |= {"D": (case.heads,), "mimo_v": weights, "mimo_z": weights, "mimo_o": weights, "dy": value}
-    return {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    wanted = {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    if case.seq > 1:
+        return wanted
+    pieces = ((case.state // 4,), (case.head_dim, case.state), (*rank, case.state), (case.head_dim,))
+    return wanted | {name: (rows, case.heads, *piece) for name, piece in zip(STATE, pieces, strict=True)}
 
 
 def dtypes(case: Case) -> dict[str, str]:
-    return {name: "float32" if name in _FLOAT32 else case.dtype for name in shapes(case)}
+    return {name: "float32" if name in (*_FLOAT32, *STATE) else case.dtype for name in shapes(case)}
 
 
 def distributed(case: Case, name: str, normal: Any, exp: Any) -> Any:
@@ -72,6 +77,11 @@ def array_bytes(case: Case) -> tuple[int, int]:
     return sum(size[name] * item[name] for name in operand_names(case)), size["dy"] * item["dy"]
 
 
+def state_bytes(case: Case) -> int:
+    """Of the state of a step."""
+    return sum(4 * int(np.prod(shape)) for name, shape in shapes(case).items() if name in STATE)
+
+
 def necessary_flops(case: Case, backward: bool) -> int:
     """Of chunks of ROWS token-rank rows, heads apart since each rotates its own keys; two flops per multiply-add."""
     rows = case.batch * case.seq * case.rank * case.heads
@@ -89,24 +99,16 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
     return jax_ssd.mamba3(**given, rotary="pairwise" if case.rank == 1 else "half", **options)
 
 
-def reference(case: Case, row: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """The token-by-token definition on the checked pieces, in their type: y and, with `backward`, all gradients.
+def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
+    """jax_ssd.mamba3_step on the four pieces of a state and one token's operands in call order."""
+    import jax_ssd
 
-    The library's tests compare that definition with one written apart from it.
-    """
-    import jax
+    given = {"mimo_v": None, "mimo_o": None} | dict(zip(operand_names(case), operands, strict=True))
+    rotary: Any = "pairwise" if case.rank == 1 else "half"
+    state, y = jax_ssd.mamba3_step(jax_ssd.Mamba3State(*state), **given, rotary=rotary, **options)
+    return tuple(state), y
 
-    names = operand_names(case)
 
-    def run(*operands: Any) -> Any:
-        return call(case, dict(zip(names, operands, strict=True)), implementation="reference")
-
-    def both(operands: list[Any], dy: Any) -> Any:
-        y, pull = jax.vjp(run, *operands)
-        return y, pull(dy)
-
-    operands = [row[name] for name in names]
-    if not backward:
-        return {"y": jax.jit(run)(*operands)}
-    y, gradients = jax.jit(both)(operands, row["dy"])
-    return {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
+def define(case: Case, operands: list[Any]) -> Any:
+    """The token-by-token definition on operands in call order. Tests compare it with one written apart from it."""
+    return call(case, dict(zip(operand_names(case), operands, strict=True)), implementation="reference")

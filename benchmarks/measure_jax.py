@@ -15,7 +15,18 @@ import numpy as np
 from benchmarks import mamba3, rows, timing
 from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
-from benchmarks.inputs import PARAMETERS, checked, compared, dtypes, operand_names, planted, shapes
+from benchmarks.inputs import (
+    PARAMETERS,
+    checked,
+    compared,
+    dtypes,
+    main_state,
+    operand_names,
+    planted,
+    shapes,
+    step_state,
+    token,
+)
 from benchmarks.peers.base import Peer, Variant
 
 Row = dict[str, Any]
@@ -145,11 +156,6 @@ class _Inputs:
         return self._plant(self.draw(seed), self.checked)
 
 
-def _token(case: Case, drawn: dict[str, Any]) -> tuple[Any, ...]:
-    """Operands of one step: the only token of every row."""
-    return tuple(drawn[name] if name in PARAMETERS else drawn[name][:, 0] for name in operand_names(case))
-
-
 # What came out
 
 
@@ -262,25 +268,25 @@ def _step(
     def program(states: list[Any], tokens: list[Any]) -> tuple[list[Any], list[Any]]:
         states, ys = list(states), []
         for _ in range(turns):
-            for index, token in enumerate(tokens):
-                states[index], y = step(states[index], *token)
+            for index, one in enumerate(tokens):
+                states[index], y = step(states[index], *one)
                 ys.append(y)
         return states, ys
 
     def pick(drawn: Drawn) -> tuple[Any, tuple[Any, ...]]:
-        return drawn["state_in"], _token(case, drawn)
+        return step_state(case, drawn), token(case, drawn)
 
     def look(states: list[Any], ys: list[Any], reference: Any) -> tuple[dict[str, jax.Array], list[jax.Array]]:
         errors = {"y": _relative(ys[0][-1], reference["step_y"])}
         if turns == 1:
-            errors["state"] = _relative(states[0][-1], reference["step_state"])
+            errors["state"] = _relative(main_state(case, states[0])[-1], reference["step_state"])
         return errors, _sums(ys[:count])
 
     inputs = _Inputs(case)
-    state, token = jax.eval_shape(pick, inputs.shapes)
-    single = _single(step, (state, *token), (0,))
+    state, operands = jax.eval_shape(pick, inputs.shapes)
+    single = _single(step, (state, *operands), (0,))
     count, turns = _calls(peer, case, pass_name, single)
-    calls, shaped = count * turns, ([state] * count, [token] * count)
+    calls, shaped = count * turns, ([state] * count, [operands] * count)
     compiled, options = timing.compile_program(program, shaped, (0,), timing.GPU_OPTIONS)
     single = single or compiled
     problems = missing_calls(peer, compiled, single, calls)
@@ -291,7 +297,7 @@ def _step(
     def run(reference: Reference) -> Row:
         states, tokens = map(list, zip(*(picker(inputs.draw(seed)) for seed in range(count)), strict=True))
         first = picker(inputs.planted(0))
-        fresh = [first[0], *(jnp.copy(one) for one in states[1:])]
+        fresh = [first[0], *(jax.tree.map(jnp.copy, one) for one in states[1:])]
         stepped, ys = compiled(fresh, [first[1], *tokens[1:]])
         errors, sums = looker(stepped, ys, {name: reference[name] for name in wanted})
         found = [*problems, *distinct_and_finite(sums)]
@@ -320,19 +326,21 @@ def _decode(
     names = operand_names(case)
 
     def program(state: Any, tokens: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, Any]:
-        def body(state: Any, token: dict[str, Any]) -> tuple[Any, Any]:
-            given = token | parameters
+        def body(state: Any, of_token: dict[str, Any]) -> tuple[Any, Any]:
+            given = of_token | parameters
             return step(state, *(given[name] for name in names))
 
         return jax.lax.scan(body, state, tokens)
 
     def pick(first: Drawn, later: list[Drawn]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        every = [token(case, first), *(token(case, later[i % 3]) for i in range(DECODE_TOKENS - 1))]
+        parameters = {name: first[name] for name in names if name in PARAMETERS}
         tokens = {
-            name: jnp.stack([first[name][:, 0]] + [later[i % 3][name][:, 0] for i in range(DECODE_TOKENS - 1)])
-            for name in names
+            name: jnp.stack(column)
+            for name, column in zip(names, zip(*every, strict=True), strict=True)
             if name not in PARAMETERS
         }
-        return first["state_in"], tokens, {name: first[name] for name in names if name in PARAMETERS}
+        return step_state(case, first), tokens, parameters
 
     def look(ys: jax.Array, reference: Any) -> tuple[dict[str, jax.Array], jax.Array]:
         return {"y": _relative(ys[0, -1], reference["step_y"])}, jnp.all(jnp.isfinite(ys))

@@ -1,7 +1,13 @@
-"""The result file: its schema, the ratios computed into it, and the table printed from it."""
+"""The result file: its schema, the ratios computed into it, and the tables printed from it.
+
+python -m benchmarks.report FILE.json...     a Markdown table of each, as docs/performance.md has them
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
@@ -152,3 +158,54 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 def _variant(variant: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in variant.items())
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A line for each case and pass: times, those of peers also as multiples of our fastest, and what it needs."""
+    names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
+    names.sort(key=lambda name: not peers.is_own(name))
+    lines = [["case (B,T,G,H,N,P)", "pass", *(f"{name} us" for name in names), "x floor", "error y, gradients", "MB"]]
+    lines.append(["---"] * len(lines[0]))
+    for case, kind in dict.fromkeys((row["case"], row["pass"]) for row in result["rows"]):
+        rows = {row["implementation"]: row for row in result["rows"] if (row["case"], row["pass"]) == (case, kind)}
+        ours = [rows[name] for name in names if peers.is_own(name) and rows.get(name, {}).get("status") == "ok"]
+        best = min(ours, key=lambda row: row["microseconds"], default=None)
+        cells = [_cell(rows.get(name), best) for name in names]
+        lines.append([_sizes(result["cases"][case]), kind.replace("_", " + "), *cells, *_of_ours(best)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    sizes = [case[name] for name in ("batch", "seq", "groups", "heads", "state", "head_dim")]
+    rank = f", rank {case['rank']}" if case.get("rank") else ""  # files from before Mamba-3 name none
+    dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
+    return f"{case['name']} ({','.join(map(str, sizes))}){rank}{dtype}"
+
+
+def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
+    if row is None or row["status"] != "ok":
+        return "" if row is None else row["status"]
+    time = f"{row['microseconds']:.{0 if row['microseconds'] >= 100 else 1}f}"
+    time += " (host bound)" if row["timing"]["host_bound"] else ""
+    if peers.is_own(row["implementation"]) or best is None:
+        return time
+    return f"{time} ({row['microseconds'] / best['microseconds']:.2f}x)"
+
+
+def _of_ours(best: dict[str, Any] | None) -> list[str]:
+    if best is None:
+        return [""] * 3
+    errors = [error for name, error in best["errors"].items() if name != "y"]
+    told = f"{best['errors']['y']:.1e}" + (f", {max(errors):.1e}" if errors else "")
+    memory = f"{best['memory'].get('peak', 0) / 1e6:.0f}"
+    memory += f" (limit {best['memory_limit'] / 1e6:.0f})" if "memory_limit" in best else ""
+    return [f"{best['times_floor']:.1f}", told, memory]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    for path in map(Path, sys.argv[1:] if arguments is None else arguments):
+        print(f"\n{path.name}\n\n{markdown(json.loads(path.read_text()))}")
+
+
+if __name__ == "__main__":
+    main()

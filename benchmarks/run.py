@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -30,6 +31,7 @@ from benchmarks.peers.base import Options
 from jax_ssd.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
+LONGEST_TURN = 60.0  # seconds at the device after which a worker is taken to hang there, which keeps all others waiting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,14 +44,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", default="run", help="last part of the result file's name")
     made.add_argument("--output", type=Path, help=f"folder for the result file (default {RESULTS.name}/ here)")
     made.add_argument("--peer-autotune", choices=("quick", "full"), default="quick")
-    made.add_argument("--peer-configs", type=int, default=5, help="configurations per kernel of a quick peer tuning")
+    made.add_argument(
+        "--peer-configs",
+        nargs="+",
+        type=_count,
+        default=[("", 5)],
+        metavar="[NAME=]N",
+        help="configurations per kernel of a quick peer tuning, of all peers or the one named",
+    )
     made.add_argument("--repeats", type=int, default=9, help="of a time; fewer where they take long")
     made.add_argument("--sample-ms", type=float, default=20.0, help="device time aimed at per sample")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all is stopped")
     made.add_argument(
         "--processes",
         nargs="+",
-        type=_processes,
+        type=_count,
         default=[("", 1)],
         metavar="[NAME=]N",
         help="for each implementation, or the one named: they share its cases",
@@ -58,9 +67,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _processes(word: str) -> tuple[str, int]:
+def _count(word: str) -> tuple[str, int]:
     name, _, count = word.rpartition("=")
     return name, max(1, int(count))
+
+
+def _asked(counts: list[tuple[str, int]], implementation: str, default: int) -> int:
+    given = dict(counts)
+    return given.get(implementation, given.get("", default))
 
 
 class Run:
@@ -69,9 +83,10 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, command: str) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
+        self.turns: dict[str, float] = {}  # by the output of a worker, since when it is at the device, or inf
         self.ended = ""  # what kept the run from measuring all it was asked for
         self.cases = [case for word in arguments.cases for case in cases.find(word)]
-        self.options = Options(arguments.peer_autotune, arguments.peer_configs)
+        self.options = Options(arguments.peer_autotune)
         self.effort = timing.Effort(arguments.sample_ms / 1e3, arguments.repeats)
         now = datetime.datetime.now(datetime.UTC)
         self.path = (arguments.output or RESULTS) / f"{now:%Y-%m-%d}-{arguments.name}.json"
@@ -83,7 +98,12 @@ class Run:
             "device": {"platform": "unknown", "host": platform.machine()},
             "versions": {},
             "ceilings": {},
-            "options": asdict(self.options) | asdict(self.effort) | {"cold_bytes": timing.COLD_BYTES},
+            "options": {
+                "peer_autotune": arguments.peer_autotune,
+                "peer_configs": dict(arguments.peer_configs),
+                "cold_bytes": timing.COLD_BYTES,
+                **asdict(self.effort),
+            },
             "cases": {case.name: case.to_json() for case in self.cases},
             "notes": {},
             "rows": [],
@@ -91,8 +111,8 @@ class Run:
 
     def all(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            jobs = [self._job(folder, worker.PREPARE, self.cases, 0)]
-            for name in self.arguments.implementations:
+            jobs = [self._job(folder, worker.CEILINGS, [], 0)]
+            for name in (worker.PREPARE, *self.arguments.implementations):
                 jobs += [self._job(folder, name, some, at) for at, some in enumerate(self._shares(name))]
             total = sum(len(self._wanted(job)) for job in jobs)
             with Progress("measuring", total) as shown:
@@ -105,14 +125,13 @@ class Run:
             self._account_for(jobs)
         self._write()
         if not self.result["ceilings"]:
-            raise RuntimeError(f"references and ceilings could not be measured: {self.ended}")
+            raise RuntimeError(f"the machine's ceilings could not be measured: {self.ended}")
         report.check(self.result)
         return self.result
 
     def _shares(self, implementation: str) -> list[list[cases.Case]]:
         """The cases in runs of neighbours, which have the most kernels in common."""
-        asked = {"": 1} | dict(self.arguments.processes)
-        count = min(asked.get(implementation, asked[""]), len(self.cases))
+        count = min(_asked(self.arguments.processes, implementation, 1), len(self.cases))
         bounds = [len(self.cases) * at // count for at in range(count + 1)]
         return [self.cases[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
 
@@ -120,18 +139,19 @@ class Run:
         output = Path(folder) / f"{implementation.replace(':', '-')}-{number}.jsonl"
         output.touch()
         passes, parent = tuple(self.arguments.passes), 0 if self.arguments.in_process else os.getpid()
-        return worker.Job(implementation, some, passes, folder, str(output), self.options, self.effort, parent=parent)
+        options = replace(self.options, peer_configs=_asked(self.arguments.peer_configs, implementation, 5))
+        return worker.Job(implementation, some, passes, folder, str(output), options, self.effort, parent=parent)
 
     @staticmethod
     def _wanted(job: worker.Job) -> list[tuple[cases.Case, str]]:
-        if job.implementation == worker.PREPARE:
+        if job.implementation in (worker.PREPARE, worker.CEILINGS):
             return []
         return [(case, name) for case in job.cases for name in worker.passes_of(case, job.passes)]
 
     def _side_by_side(self, jobs: list[worker.Job], shown: Progress) -> None:
         """Runs the jobs in processes of their own and collects what they say; stops them when the budget is spent."""
         running, seen, started = {}, *(dict.fromkeys(range(len(jobs)), 0) for _ in range(2))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
         try:
             for number, job in enumerate(jobs):
                 running[number] = self._start(job)
@@ -141,18 +161,25 @@ class Run:
                     self.ended = "the budget was spent"
                     break
                 for number, process in list(running.items()):
+                    hangs = time.monotonic() - self.turns.get(jobs[number].output, math.inf) > LONGEST_TURN
+                    if hangs:
+                        process.kill()
+                        process.wait()
                     code = process.poll()  # before its last words are read
                     seen[number] = self._collect(jobs[number].output, seen[number], shown)
                     if code is None:
                         continue
                     del running[number]
                     if code not in (0, worker.AGAIN):
-                        self._died(jobs[number], f"its process ended with code {code}")
+                        how = f"was stopped after {LONGEST_TURN:.0f} s" if hangs else f"ended with code {code}"
+                        self._died(jobs[number], f"its process {how}")
+                        self.turns.pop(jobs[number].output, None)
                     more = self._rest(jobs[number])
                     if code and more.cases and seen[number] > started[number]:
                         started[number] = seen[number]
                         running[number] = self._start(more)
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in running.values():
                 process.kill()
             for number, process in running.items():
@@ -169,7 +196,10 @@ class Run:
     def _died(self, job: worker.Job, how: str) -> None:
         """Accounts for the pass that a process died of."""
         if job.implementation == worker.PREPARE:
-            (Path(job.folder) / f"{worker.PREPARE}{worker.FAILED}").write_text(how)
+            for case in job.cases:
+                if not (Path(job.folder) / f"{case.name}.npz").exists():
+                    (Path(job.folder) / f"{case.name}{worker.FAILED}").write_text(how)
+        if job.implementation == worker.CEILINGS:
             self.ended = how
         for case, name in self._missing(job)[:1]:
             self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=how))
@@ -191,7 +221,9 @@ class Run:
         for line in lines[seen:]:
             found = json.loads(line)
             kind, value = found["kind"], found["value"]
-            if kind == "row":
+            if kind == "at_device":
+                self.turns[output] = time.monotonic() if value else math.inf
+            elif kind == "row":
                 self.result["rows"].append(value)
                 time_or_reason = f"{value['microseconds']:.1f} us" if "microseconds" in value else value["status"]
                 shown.done(f"{value['case']} {value['pass']} {value['implementation']}: {time_or_reason}")

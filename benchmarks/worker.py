@@ -24,7 +24,8 @@ from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
 from benchmarks.peers.base import Options, Peer, version_of
 
-PREPARE = "prepare"  # the job that computes references and ceilings
+CEILINGS = "ceilings"  # the job that finds out what the machine can do
+PREPARE = "prepare"  # a job that computes references
 FAILED = ".failed"  # in place of a reference, why there is none
 # Exit status of a worker that goes on in another process: after a failure, which may have left the device in no state
 # to go on, and after a large case, since JAX gives no memory back before a process ends.
@@ -69,19 +70,22 @@ def execute(job: Job) -> None:
         with Path(job.output).open("a") as stream:
             stream.write(json.dumps({"kind": kind, "value": value}) + "\n")
 
-    if job.implementation == PREPARE:
-        _prepare(job, say)
-    else:
-        _measure(job, say)
+    runners = {CEILINGS: _measure_ceilings, PREPARE: _prepare}
+    runners.get(job.implementation, _measure)(job, say)
 
 
-def _prepare(job: Job, say: Any) -> None:
-    from benchmarks import ceilings, reference
+def _measure_ceilings(job: Job, say: Any) -> None:
+    from benchmarks import ceilings
 
     say("device", ceilings.describe_device())
     say("versions", {"python": sys.version.split()[0], "jax": version_of("jax"), "jaxlib": version_of("jaxlib")})
     with timing.alone():
         say("ceilings", ceilings.measure_ceilings(job.effort))
+
+
+def _prepare(job: Job, say: Any) -> None:
+    from benchmarks import reference
+
     for case in job.cases:
         _require_parent(job)
         start = time.perf_counter()
@@ -113,7 +117,7 @@ def _measure(job: Job, say: Any) -> None:
                 continue
             _require_parent(job)
             start = time.perf_counter()
-            found = _best(peer, case, name, job)
+            found = _best(peer, case, name, job, say)
             gc.collect()
             say("row", found | {"wall_seconds": time.perf_counter() - start})
             large = peer.framework == "jax" and necessary_bytes(case, name) > LARGE_BYTES
@@ -128,7 +132,7 @@ def _require_parent(job: Job) -> None:
         raise SystemExit("the run that started this worker is gone")
 
 
-def _best(peer: Peer, case: Case, pass_name: str, job: Job) -> dict[str, Any]:
+def _best(peer: Peer, case: Case, pass_name: str, job: Job, say: Any) -> dict[str, Any]:
     """The fastest of the implementation's variants; the others' times are kept beside it."""
     reason = peer.refuses(case, pass_name)
     if reason is not None:
@@ -143,8 +147,12 @@ def _best(peer: Peer, case: Case, pass_name: str, job: Job) -> dict[str, Any]:
             run = build(peer, case, pass_name, variant, job.effort)
             reference = _reference(job, case)
             with timing.alone():
+                say("at_device", True)
                 start = time.perf_counter()
-                tried.append(run(reference) | {"device_seconds": time.perf_counter() - start})
+                try:
+                    tried.append(run(reference) | {"device_seconds": time.perf_counter() - start})
+                finally:
+                    say("at_device", False)
         except Exception as error:  # one row's failure must not cost the others
             found = rows.failure(case, pass_name, peer.name, error)
             if found["status"] == "failed":
@@ -162,9 +170,9 @@ def _reference(job: Job, case: Case) -> dict[str, np.ndarray]:
     """Waits for what `prepare` computes meanwhile."""
     path = Path(job.folder) / f"{case.name}.npz"
     while not path.exists():
-        for failure in (path.with_suffix(FAILED), Path(job.folder) / f"{PREPARE}{FAILED}"):
-            if failure.exists():
-                raise RuntimeError(f"there is no reference: {failure.read_text()}")
+        failure = path.with_suffix(FAILED)
+        if failure.exists():
+            raise RuntimeError(f"there is no reference: {failure.read_text()}")
         _require_parent(job)
         time.sleep(0.1)
     with np.load(path) as stored:

@@ -21,7 +21,8 @@ def _default_promotion():
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     words = (
-        "tiny tiny_step --passes forward step --implementations plain_xla jla --repeats 2 --sample-ms 1 --in-process"
+        "tiny tiny_step tiny_mimo_step --passes forward step --implementations plain_xla jla --repeats 2 --sample-ms 1 "
+        "--in-process"
     )
     made = run.main([*words.split(), "--name", "test", "--output", str(folder)])
     (path,) = folder.iterdir()
@@ -38,7 +39,11 @@ def test_result_keeps_the_schema(result):
 
 def test_measured_rows_agree_with_float64(result):
     measured = [row for row in result["rows"] if row["implementation"] == "plain_xla"]
-    assert {(row["case"], row["pass"]) for row in measured} == {("tiny", "forward"), ("tiny_step", "step")}
+    assert {(row["case"], row["pass"]) for row in measured} == {
+        ("tiny", "forward"),
+        ("tiny_step", "step"),
+        ("tiny_mimo_step", "step"),
+    }
     for row in measured:
         assert max(row["errors"].values()) < 2e-6
         assert row["memory"]["peak"] > 0
@@ -46,11 +51,19 @@ def test_measured_rows_agree_with_float64(result):
 
 def test_a_peer_that_cannot_run_says_why(result):
     refused = [row for row in result["rows"] if row["implementation"] == "jla"]
-    assert len(refused) == 2
+    assert len(refused) == 3
     for row in refused:
         assert row["status"] == "unsupported"
         assert row["reason"]
         assert row["reason"][:40] in report.table(result)
+
+
+def test_tables_for_the_documentation(result, capsys):
+    (line,) = [line for line in report.markdown(result).splitlines() if line.startswith("| tiny (")]
+    assert line.startswith("| tiny (2,100,1,4,16,8), float32 | forward | ") and "unsupported" in line
+    report.main([str(COMMITTED)])
+    said = capsys.readouterr().out
+    assert "| first (4,16384,1,8,128,64) | forward | 188 | 415 (2.21x) | 241 (1.28x) | 4.7 |" in said
 
 
 @pytest.mark.parametrize("field", ["errors", "timing", "floor"])
@@ -167,6 +180,14 @@ def test_floor_of_the_first_case():
     assert found["us"] == max(found["bytes_us"], found["flops_us"])
     backward = floors.floor(case, "forward_backward", copy_rate=4.23e12, matmul_rate=7.0e14)
     assert backward["bytes"] > 2 * found["bytes"]
+
+
+def test_floor_of_a_step_of_mamba3_is_its_state_in_and_out():
+    case = cases.CASES["mimo_step_b64"]
+    state = 4 * 64 * 64 * (64 * 128 + 32 + 4 * 128 + 64)
+    found = floors.floor(case, "step", copy_rate=4.23e12, matmul_rate=7.0e14)
+    assert found["flops"] == 0 and 2 * state < found["bytes"] < 2.1 * state
+    assert floors.memory_limit(case, "step") is None
 
 
 def test_cases_are_found_by_name_prefix_and_size():

@@ -43,6 +43,8 @@ class Own(JaxPeer):
     def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
         import jax_ssd
 
+        if case.rank:
+            return lambda state, *operands: mamba3.step(case, state, operands, implementation=self.implementation)
         settings = self._settings(case)
         return lambda state, x, dt, A, B, C, D, dt_bias=None: jax_ssd.mamba2_step(
             state, x, dt, A, B, C, D, dt_bias=dt_bias, **settings

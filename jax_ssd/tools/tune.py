@@ -18,8 +18,8 @@ from pathlib import Path
 
 from jax_ssd import compile, config, dispatch, paths, search, sizes
 
-# Of a plan and of each choice: estimates from an H200 with 16 processor cores.
-SECONDS, QUICK_SECONDS = (2.0, 0.6), (1.0, 0.2)
+# Of a plan and of each choice, compilation included: a rough guess from an H200 with 16 processor cores.
+SECONDS, QUICK_SECONDS = (4.0, 0.6), (2.5, 0.3)
 
 
 def main(arguments: Sequence[str]) -> int:
