@@ -21,6 +21,9 @@ COMPILERS_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_COMPILERS", "") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.default_backend() == "cpu":
+    # Most of the time goes into compilation; what LLVM makes of a program is not what is tested.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # The same examples in every run, and no limit on the time of one: the first call of a shape compiles.
 hypothesis.settings.register_profile("jax_ssd", derandomize=True, deadline=None, max_examples=25, database=None)

@@ -117,9 +117,8 @@ def place(tree, specs):
 
 
 def compiled(function, *arguments, **options):
-    """For the devices that the arguments are on. Most of the time of a test is this, so the machine code is plain."""
-    lowered = jax.jit(function, **options).lower(*arguments)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
+    """For the devices that the arguments are on."""
+    return jax.jit(function, **options).lower(*arguments).compile()
 
 
 def moved(program) -> dict[str, list[int]]:
