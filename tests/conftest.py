@@ -70,6 +70,18 @@ def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def optimized() -> Iterator[None]:
+    """Programs compiled as they are for users, for the tests that hold bits against each other."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # which do not know of this setting
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def x64() -> Iterator[None]:
     """64-bit types for the one test that asks for them."""
     jax.config.update("jax_enable_x64", True)

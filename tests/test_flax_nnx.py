@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def build(**changes) -> Mamba2:
     return Mamba2(FEATURES, **{**SIZES, **changes}, rngs=nnx.Rngs(0))
 
 
-def make(seed: int, *shape: int, dtype=np.float32) -> jax.Array:
+def make(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
