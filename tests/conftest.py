@@ -71,7 +71,7 @@ def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Programs compiled as they are for users, for the tests that hold bits against each other."""
+    """Programs compiled as they are for users: for tests of bits, and of accuracy close to its bar."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.clear_caches()  # which do not know of this setting
     jax.config.update("jax_disable_most_optimizations", False)

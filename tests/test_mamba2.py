@@ -483,6 +483,7 @@ SHAPES = st.fixed_dictionaries(
 few = functools.partial(hypothesis.settings, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 
 
+@against_the_reference
 @few(max_examples=8)
 @hypothesis.given(sizes=SHAPES, data=st.data())
 def test_random_calls_split_anywhere_agree_with_the_reference(implementation, sizes, data):
