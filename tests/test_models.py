@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ssd.models import (
@@ -227,3 +228,33 @@ def test_every_way_to_map_a_training_step_averages_gradients(kind):
         got, loss = jax.jit(mapped)(state, TOKENS)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got.params, want.params)
+
+
+@pytest.mark.parametrize("mixer", [{}, {"mixer": "mamba3", "mimo_rank": 2}], ids=["mamba2", "mamba3"])
+def test_on_a_mesh_with_explicit_axes(mixer):
+    """Training and generation, sharded by batch as the tokens are."""
+    graphdef, params = build(layers=1, **mixer)
+    tokens = jnp.tile(TOKENS, (4, 1))
+    optimizer = optax.sgd(1.0)
+
+    @jax.jit
+    def everything(state, tokens):
+        trained = make_train_step(graphdef, optimizer)(state, tokens)
+        return trained, generate(nnx.merge(graphdef, state.params), tokens[:, :5], 4)
+
+    state = TrainState(params, optimizer.init(params))
+    want = everything(state, tokens)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((state, tokens), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+        got = everything(*placed)
+    assert got[1].sharding.spec == P("data", None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_tokens_that_are_no_integers(dtype):
+    model = nnx.merge(*build())
+    for function in (model, model.embed):
+        with pytest.raises(TypeError, match=f"LanguageModel: tokens: expected token ids, integers, got {dtype}"):
+            function(TOKENS.astype(dtype))

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from jax_ssd import compile as kernels
-from jax_ssd import launch, nvrtc
 from jax_ssd.mamba2 import choices, plan_cuda_backward
 from jax_ssd.mamba2.plan_cuda_backward import BackwardBlocks
 from jax_ssd.mamba2.problem import Problem
+from tests.compilation import compile_plan
 from tests.scan_float64 import problem
 
 EVERY = dict.fromkeys(("has_D", "has_dt_bias", "has_initial_state", "has_dfinal", "dt_softplus"), True)
@@ -142,9 +141,4 @@ def test_every_row_and_head_has_its_block(heads, row_slices):
     ids=str,
 )
 def test_compiles(changes, blocks):
-    if nvrtc.missing():
-        pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
-    made = plan_cuda_backward.backward(model(**changes), blocks)
-    made.check("sm_90")
-    requests = [(one.kernel, made.compile_arguments(one)) for one in made.launches]
-    launch.encode(made, kernels.compile_launches(requests, "sm_90"))  # which compares parameters and shared memory
+    compile_plan(plan_cuda_backward.backward(model(**changes), blocks), "sm_90")
