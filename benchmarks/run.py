@@ -151,7 +151,7 @@ class Run:
     def _side_by_side(self, jobs: list[worker.Job], shown: Progress) -> None:
         """Runs the jobs in processes of their own and collects what they say; stops them when the budget is spent."""
         running, seen, started = {}, *(dict.fromkeys(range(len(jobs)), 0) for _ in range(2))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
         try:
             for number, job in enumerate(jobs):
                 running[number] = self._start(job)
@@ -179,6 +179,7 @@ class Run:
                         started[number] = seen[number]
                         running[number] = self._start(more)
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in running.values():
                 process.kill()
             for number, process in running.items():
