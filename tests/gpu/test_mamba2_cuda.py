@@ -49,8 +49,8 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"seq": 900, **EVERY}, Split(2, 2, 3, 5)),
         ({"seq": 520, "state": 64, **EVERY}, Split(2, 2, 3, 3)),
         ({"seq": 2000}, None),
-        ({"seq": 330, "batch": 45, "heads": 12}, None),  # 135 rows of six chunks in 132 equal ranges
-        ({"seq": 400, "batch": 33, "heads": 24, "has_initial_state": True}, None),
+        ({"seq": 200, "batch": 45, "heads": 12, "state": 64}, None),  # 135 rows of four chunks in 132 equal ranges
+        ({"seq": 330, "batch": 34, "heads": 16, "has_initial_state": True}, Split(2, 2, 1, 6)),
         ({"heads": 8, "groups": 2, "has_z": True}, None),
         ({"heads": 4, "groups": 2, "has_D": True}, None),
         ({"heads": 2, "groups": 1, "head_dim": 128, "has_D": True}, None),
