@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 ## make test    run the test suite
 test: $(VENV)/installed
 	@echo "== test: pytest with $(JOBS) workers"
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 ## make lint    formatters, linters and the type checker, without changing a file
 lint: $(VENV)/installed
@@ -43,9 +43,9 @@ clean:
 
 # Rebuilt when what it is made of changes, which includes PYTHON and EXTRAS; Python sources are used in place.
 $(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h) $(VENV)/settings
-	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with [$(EXTRAS)])"
+	@echo "== setup: $(VENV) from $(PYTHON), then jax_ssd in it (editable, with [$(EXTRAS)]); a few minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 # What the environment was made from; where that is no longer what is asked for, another one is made.

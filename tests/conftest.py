@@ -21,6 +21,9 @@ COMPILERS_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_COMPILERS", "") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.default_backend() == "cpu":
+    # Most of the time goes into compilation; what LLVM makes of a program is not what is tested.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # The same examples in every run, and no limit on the time of one: the first call of a shape compiles.
 hypothesis.settings.register_profile("jax_ssd", derandomize=True, deadline=None, max_examples=25, database=None)
@@ -64,6 +67,18 @@ def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
     if GPU_REQUIRED:
         pytest.fail(f"JAX_SSD_TEST_REQUIRE_GPU=1, but {missing}", pytrace=False)
     pytest.skip(missing)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Programs compiled as they are for users: for tests of bits, and of accuracy close to its bar."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # which do not know of this setting
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def test_packed_rows_equal_the_definition(ids, width):
     np.testing.assert_array_equal(final, window)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", [0, 1, 2, 5, 9])
 def test_pieces_equal_the_whole_bit_for_bit(cut, packed):
@@ -135,6 +136,7 @@ def test_packed_segments_equal_separate_runs_with_gradients():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_nan_in_padding_reaches_nothing():
     x, w, b = make(0, 6, CHANNELS), make(1, CHANNELS, 3), make(2, CHANNELS)
     ids = jnp.asarray([-1, 0, 0, -1, 0, -1])

@@ -115,19 +115,19 @@ def test_equals_the_block_in_numpy(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pieces_and_steps_equal_the_whole(variant):
     layer = build(**VARIANTS[variant])
-    x, start = make(0, 2, 13, FEATURES), filled(layer.initialize_carry((2, FEATURES)))
+    x, start = make(0, 2, 14, FEATURES), filled(layer.initialize_carry((2, FEATURES)))
     want, final = run(layer, x, carry=start)
     assert want.shape == x.shape
 
-    first, middle = run(layer, x[:, :5], carry=start)
-    second, last = run(layer, x[:, 5:], carry=middle)
+    first, middle = run(layer, x[:, :7], carry=start)
+    second, last = run(layer, x[:, 7:], carry=middle)
     assert_close(jnp.concatenate([first, second], axis=1), want)
     assert_same_state(last, final)
 
     graphdef, params = nnx.split(layer)
     decode = jax.jit(lambda params, carry, x: jax.lax.scan(nnx.merge(graphdef, params).step, carry, x))
-    last, y = decode(params, middle, jnp.moveaxis(x[:, 5:], 1, 0))
-    assert_close(jnp.moveaxis(y, 0, 1), want[:, 5:])
+    last, y = decode(params, middle, jnp.moveaxis(x[:, 7:], 1, 0))
+    assert_close(jnp.moveaxis(y, 0, 1), want[:, 7:])
     assert_same_state(last, final)
 
 

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ssd import config
 from jax_ssd.mamba2 import plan_backward, reference
 from jax_ssd.mamba2.plan_backward import BackwardConfig
 from jax_ssd.mamba2.problem import Problem
 from tests import scan_float64, tile_emulator
+from tests.compilation import compile_plan
 from tests.gradients_float64 import gradients
 from tests.scan_float64 import problem, random_operands
-from tests.test_kernels_forward import compile_plan
 
 EVERY = {
     **dict.fromkeys(("has_D", "has_z", "has_dt_bias", "has_initial_state", "has_dfinal", "dt_softplus"), True),
@@ -270,9 +269,9 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [("plain", arch) for arch in config.SUPPORTED_ARCHS]
-    + [(name, arch) for name in ("every option", "TF32") for arch in ("sm_80", "sm_90")]  # an old and a new generation
-    + [("highest", "sm_90")],
+    # One of each generation; the forward is compiled for all.
+    [("plain", arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")]
+    + [(name, "sm_90") for name in COMPILED if name != "plain"],
 )
 def test_compiles(name, arch):
     compile_plan(plan_backward.backward(COMPILED[name]), arch)

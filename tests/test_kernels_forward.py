@@ -12,6 +12,7 @@ from jax_ssd import config
 from jax_ssd.mamba2 import plan
 from jax_ssd.mamba2.problem import Problem
 from tests import scan_float64, tile_emulator
+from tests.compilation import compile_plan
 from tests.scan_float64 import error, problem, random_operands
 
 EVERY = {"has_D": True, "has_z": True, "has_dt_bias": True, "has_initial_state": True, "dt_softplus": True}
@@ -194,13 +195,3 @@ OPTIONS = {
 )
 def test_compiles(name, arch):
     compile_plan(plan.forward(problem(**{**MODEL, **OPTIONS[name]})), arch)
-
-
-def compile_plan(made: Any, arch: str) -> list[Any]:
-    from jax_ssd import compile as kernels
-    from jax_ssd import cutile
-
-    if cutile.missing():
-        pytest.skip(f"no cuTile compiler: {cutile.missing()}")
-    made.check(arch)
-    return kernels.compile_launches([(one.kernel, made.compile_arguments(one)) for one in made.launches], arch)

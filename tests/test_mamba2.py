@@ -37,6 +37,9 @@ def mamba2(implementation):
     return functools.partial(jax_ssd.mamba2, implementation=implementation, precision="highest")
 
 
+against_the_reference = pytest.mark.parametrize("implementation", ["xla", "cutile"], indirect=True)
+
+
 @functools.cache
 def truth(name: str) -> dict[str, np.ndarray]:
     return check.evaluate(BY_NAME[name], "reference", wide=True)
@@ -131,6 +134,7 @@ def test_total_decay_leaves_the_token_itself(mamba2):
     assert all(np.isfinite(g).all() for g in gradients.values())
 
 
+@against_the_reference
 def test_growth_agrees_with_the_recurrence(mamba2):
     arrays = {**base_arrays(seq=64), "A": jnp.full(4, 0.1)}
     expected = jax_ssd.mamba2(**arrays, implementation="reference")
@@ -187,7 +191,8 @@ def test_gradient_at_the_clamp(mamba2):
 # Lengths, splits, packing.
 
 
-@pytest.mark.parametrize("seq", [0, 1, 15, 16, 17, 50])
+@against_the_reference
+@pytest.mark.parametrize("seq", [0, 1, 16, 17])
 def test_any_length(seq, mamba2):
     arrays = base_arrays(seq=seq)
     y, final = mamba2(**arrays, chunk_size=16, return_final_state=True)
@@ -215,6 +220,7 @@ def test_zero_sized_axes_give_empty_results_and_zero_gradients(axis, mamba2):
     assert y.shape == arrays["x"].shape
 
 
+@against_the_reference
 def test_lower_dt_limit_does_not_decay_the_state_in_padding(mamba2):
     arrays = base_arrays(seq=20)
     options = {"dt_limit": (0.5, 1.0), "return_final_state": True}
@@ -223,7 +229,7 @@ def test_lower_dt_limit_does_not_decay_the_state_in_padding(mamba2):
     np.testing.assert_allclose(final, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("split", [1, 16, 32, 40])
+@pytest.mark.parametrize("split", [1, 16, 40])
 def test_two_halves_equal_the_whole(split, mamba2, implementation):
     arrays = base_arrays()
     whole = mamba2(**arrays, chunk_size=16, return_final_state=True)
@@ -320,6 +326,7 @@ def test_padding_tokens_are_invisible(mamba2):
         np.testing.assert_allclose(gradient, expected[name], rtol=5e-4, atol=5e-4)
 
 
+@against_the_reference
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
 def test_results_do_not_depend_on_the_chunk(chunk_size, mamba2):
     arrays = base_arrays(seq=150)
@@ -327,15 +334,15 @@ def test_results_do_not_depend_on_the_chunk(chunk_size, mamba2):
     np.testing.assert_allclose(mamba2(**arrays, chunk_size=chunk_size), expected, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 40, 50, 100, 200, 256])
+@pytest.mark.parametrize("chunk_size", [1, 7, 50, 200])
 def test_any_chunk_of_the_xla_implementation(chunk_size):
     arrays = base_arrays(seq=150)
 
-    def total(x, implementation):
-        return (jax_ssd.mamba2(**{**arrays, "x": x}, chunk_size=chunk_size, implementation=implementation) ** 2).sum()
+    def total(x, **options):
+        return (jax_ssd.mamba2(**{**arrays, "x": x}, **options) ** 2).sum()
 
-    value, gradient = jax.value_and_grad(total)(arrays["x"], "xla")
-    expected, expected_gradient = jax.value_and_grad(total)(arrays["x"], "reference")
+    value, gradient = jax.value_and_grad(total)(arrays["x"], chunk_size=chunk_size, implementation="xla")
+    expected, expected_gradient = jax.value_and_grad(total)(arrays["x"], implementation="reference")
     np.testing.assert_allclose(value, expected, rtol=1e-4)
     assert check.relative_error(np.asarray(gradient), np.asarray(expected_gradient)) < 1e-4
 
@@ -472,10 +479,12 @@ SHAPES = st.fixed_dictionaries(
         "initial_state": st.booleans(),
     }
 )
-few = hypothesis.settings(max_examples=8, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+# An example compiles several programs, so there are few.
+few = functools.partial(hypothesis.settings, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 
 
-@few
+@against_the_reference
+@few(max_examples=8)
 @hypothesis.given(sizes=SHAPES, data=st.data())
 def test_random_calls_split_anywhere_agree_with_the_reference(implementation, sizes, data):
     groups = data.draw(st.sampled_from([g for g in (1, 2, 3, sizes["heads"]) if sizes["heads"] % g == 0]))
@@ -501,7 +510,7 @@ def test_random_calls_split_anywhere_agree_with_the_reference(implementation, si
     np.testing.assert_allclose(last, final, rtol=1e-4, atol=1e-4)
 
 
-@few
+@few(max_examples=4)
 @hypothesis.given(mapped=st.sets(st.sampled_from(["x", "dt", "A", "B", "C", "D", "initial_state"]), min_size=1))
 def test_vmap_over_any_subset_of_arguments_equals_a_loop(implementation, mapped):
     arrays = base_arrays(batch=2, seq=20, heads=2, groups=1)

@@ -214,6 +214,7 @@ def test_agrees_with_numpy_in_float64(name, implementation, x64):
     assert state_error(state, expected_state) < 1e-13
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_numpy_in_float32(name, mamba3):
     arrays = case(**CASES[name])

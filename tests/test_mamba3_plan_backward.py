@@ -4,14 +4,12 @@ import dataclasses
 
 import pytest
 
-from jax_ssd import compile as kernels
-from jax_ssd import config, nvrtc
+from jax_ssd import config
 from jax_ssd.mamba3 import plan_backward
 from jax_ssd.mamba3.plan_backward import BackwardConfig, backward, heuristic, ranks
 from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import Buffer
-
-needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason="NVRTC is not installed")
+from tests.compilation import compile_plan
 
 
 def problem(
@@ -73,22 +71,15 @@ def test_a_plan_is_sound_and_returns_every_gradient(changes):
         assert after.shape == (rows, *before.shape[1:])
 
 
-@needs_nvrtc
 @pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
 def test_kernels_compile_for_every_architecture(arch):
-    plan = backward(problem(norm=True, initial=True, final=True, state=64, head_dim=32, pairs=16))
-    plan.check(arch)
-    cubins = kernels.compile_launches([(launch.kernel, ()) for launch in plan.launches], arch)
-    for launch, cubin in zip(plan.launches, cubins, strict=True):
-        assert [size for _, size in cubin.parameters] == plan.parameter_sizes(launch)
+    compile_plan(backward(problem(norm=True, initial=True, final=True, state=64, head_dim=32, pairs=16)), arch)
 
 
-@needs_nvrtc
 @pytest.mark.parametrize("archs", [["sm_90"], ["sm_80", "sm_90"]], ids=len)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_kernels_compile_with_every_option(changes, archs):
-    plan = backward(problem(**changes), archs=archs)
-    kernels.compile_launches([(launch.kernel, ()) for launch in plan.launches], "sm_90")
+    compile_plan(backward(problem(**changes), archs=archs), "sm_90")
 
 
 @pytest.mark.parametrize(

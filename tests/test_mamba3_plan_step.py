@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import jax_ssd
-from jax_ssd import compile as kernels
-from jax_ssd import config, nvrtc
+from jax_ssd import config
 from jax_ssd.mamba3 import choices, plan_step
 from jax_ssd.mamba3.plan_step import StepBlocks
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import Buffer, Plan
+from jax_ssd.plans import Buffer
 from tests import cuda_emulator
+from tests.compilation import compile_plan
 from tests.mamba3_steps import CHANGES, MODEL, SHAPES, check, random_operands, step_problem
 
 
@@ -34,15 +34,6 @@ def test_one_launch_replaces_the_state():
 def test_ranks_that_are_kept_have_an_axis():
     made = plan_step.step(step_problem(rank=3, fold=False))
     assert made.results[-1] == Buffer("y", (2, 3, 4, 16), "float32")
-
-
-def compile_plan(made: Plan, arch: str) -> kernels.Cubin:
-    if nvrtc.missing():
-        pytest.skip(f"no CUDA C++ compiler: {nvrtc.missing()}")
-    made.check(arch)
-    (cubin,) = kernels.compile_launches([(made.launches[0].kernel, ())], arch)
-    assert [size for _, size in cubin.parameters] == made.parameter_sizes(made.launches[0])
-    return cubin
 
 
 # One of each kind: a compilation takes seconds. tests/gpu/test_mamba3_step.py runs them all.
@@ -81,7 +72,7 @@ def test_compiles(arch):
     for changes in SHAPES.values():
         p = step_problem(**changes)
         made = plan_step.step(p)
-        cubin = compile_plan(made, arch)
+        (cubin,) = compile_plan(made, arch)
         # What is not used is not there; what is there is aligned, and sm_90 keeps 1 KiB of its own.
         assert cubin.shared_memory <= plan_step.shared_bytes(p, plan_step.step_blocks(p).rows) + 1024 + 64
         assert cubin.registers * made.launches[0].block[0] <= 65536

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ssd.models import (
@@ -91,7 +93,7 @@ def test_sampling_follows_the_key():
 
 
 def test_a_traced_temperature():
-    model, key = nnx.merge(*build()), jax.random.key(1)
+    model, key = nnx.merge(*build(layers=1)), jax.random.key(1)
     got = jax.jit(lambda t: generate(model, TOKENS, 4, key=key, temperature=t))(0.5)
     np.testing.assert_array_equal(got, generate(model, TOKENS, 4, key=key, temperature=0.5))
 
@@ -160,7 +162,7 @@ def test_decay_of_a_mamba3_model():
 
 
 def test_weight_decay_moves_only_what_it_should():
-    _, params = build()
+    _, params = build(layers=1)
     optimizer = adamw(1.0, weight_decay=0.5)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):  # inside optax
@@ -184,8 +186,8 @@ def test_training_learns_a_repeating_sequence(changes):
 
 
 def test_remat_changes_no_gradient():
-    graphdef, params = build()
-    rematted, _ = build(remat=True)
+    graphdef, params = build(layers=1)
+    rematted, _ = build(layers=1, remat=True)
 
     def gradient(graphdef):
         def loss(params):
@@ -198,11 +200,17 @@ def test_remat_changes_no_gradient():
     )
 
 
-def test_gradients_are_averaged_over_a_mapped_axis():
-    graphdef, params = build()
+@functools.cache
+def descent() -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState, TrainState, jax.Array]:
+    """A model of one layer, an optimiser, and what one step makes of the two rows on one device."""
+    graphdef, params = build(layers=1)
     optimizer = optax.sgd(1.0)
     state = TrainState(params, optimizer.init(params))
-    want, want_loss = jax.jit(make_train_step(graphdef, optimizer))(state, TOKENS)
+    return graphdef, optimizer, state, *jax.jit(make_train_step(graphdef, optimizer))(state, TOKENS)
+
+
+def test_gradients_are_averaged_over_a_mapped_axis():
+    graphdef, optimizer, state, want, want_loss = descent()
     mapped = jax.vmap(make_train_step(graphdef, optimizer, axis_name="data"), in_axes=(None, 0), axis_name="data")
     got, loss = jax.jit(mapped)(state, TOKENS[:, None])
     np.testing.assert_allclose(loss, jnp.full(2, want_loss), rtol=1e-5)
@@ -211,10 +219,7 @@ def test_gradients_are_averaged_over_a_mapped_axis():
 
 @pytest.mark.parametrize("kind", ["pmap", "shard_map", "shard_map without checks"])
 def test_every_way_to_map_a_training_step_averages_gradients(kind):
-    graphdef, params = build()
-    optimizer = optax.sgd(1.0)
-    state = TrainState(params, optimizer.init(params))
-    want, want_loss = jax.jit(make_train_step(graphdef, optimizer))(state, TOKENS)
+    graphdef, optimizer, state, want, want_loss = descent()
     step = make_train_step(graphdef, optimizer, axis_name="data")
     if kind == "pmap":
         got, loss = jax.pmap(step, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:2])(
@@ -227,3 +232,33 @@ def test_every_way_to_map_a_training_step_averages_gradients(kind):
         got, loss = jax.jit(mapped)(state, TOKENS)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got.params, want.params)
+
+
+@pytest.mark.parametrize("mixer", [{}, {"mixer": "mamba3", "mimo_rank": 2}], ids=["mamba2", "mamba3"])
+def test_on_a_mesh_with_explicit_axes(mixer):
+    """Training and generation, sharded by batch as the tokens are."""
+    graphdef, params = build(layers=1, **mixer)
+    tokens = jnp.tile(TOKENS, (4, 1))
+    optimizer = optax.sgd(1.0)
+
+    @jax.jit
+    def everything(state, tokens):
+        trained = make_train_step(graphdef, optimizer)(state, tokens)
+        return trained, generate(nnx.merge(graphdef, state.params), tokens[:, :5], 4)
+
+    state = TrainState(params, optimizer.init(params))
+    want = everything(state, tokens)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((state, tokens), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+        got = everything(*placed)
+    assert got[1].sharding.spec == P("data", None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_tokens_that_are_no_integers(dtype):
+    model = nnx.merge(*build())
+    for function in (model, model.embed):
+        with pytest.raises(TypeError, match=f"LanguageModel: tokens: expected token ids, integers, got {dtype}"):
+            function(TOKENS.astype(dtype))

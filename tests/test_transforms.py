@@ -452,6 +452,7 @@ LOAD = """
 """
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")])
 def test_export_runs_in_another_process(platforms, tmp_path, without_compiling):
     checks = [jax.export.DisabledSafetyCheck.custom_call("jax_ssd.launch")] if "cuda" in platforms else []

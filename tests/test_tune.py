@@ -138,12 +138,12 @@ SMALL = dataclasses.replace(PROBLEM, batch=1, seq=128)
 
 def test_a_record_far_away_leaves_small_calls_to_other_implementations(monkeypatch):
     store(LARGE, implementation="cuda")
-    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+    with pytest.raises(NotImplementedError, match="fill 32 thread blocks or more, got 8"):
         choices.CUDA_FORWARD(SMALL)
     store(SMALL, implementation="cuda")
-    assert choices.CUDA_FORWARD(SMALL).launches[-1].grid == (2, 1, 1)
+    assert choices.CUDA_FORWARD(SMALL).launches[-1].grid == (8, 1, 1)
     change_kernels(monkeypatch)
-    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+    with pytest.raises(NotImplementedError, match="fill 32 thread blocks or more, got 8"):
         choices.CUDA_FORWARD(SMALL)
 
 

@@ -10,7 +10,10 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from jax_ssd import shapes
 from jax_ssd.flax.nnx import Initializer, Mamba2, Mamba2Carry, Mamba3, Mamba3State
 
 LayerCarry = Mamba2Carry | Mamba3State
@@ -155,7 +158,7 @@ class LanguageModel(nnx.Module):
                 f"initial_carry: expected {len(self.blocks)} carries, one for each layer, got {len(initial_carry)}; "
                 "pass what return_carry=True or initialize_carry gave."
             )
-        x = self.embedding(tokens)
+        x = _rows(self.embedding.embedding[...].astype(jnp.float32), tokens)
         carries = []
         for index, block in enumerate(self.blocks):
             x, carry = run_block(block, x, segment_ids, None if initial_carry is None else initial_carry[index])
@@ -178,7 +181,7 @@ class LanguageModel(nnx.Module):
 
     def embed(self, token: jax.Array) -> jax.Array:
         """``token [...]`` -> ``[..., features]`` float32, of one token: here the rows are converted, not the table."""
-        return jnp.take(self.embedding.embedding[...], token, axis=0).astype(jnp.float32)
+        return _rows(self.embedding.embedding[...], token).astype(jnp.float32)
 
     def head_kernel(self) -> jax.Array:
         """``[vocab_size, features]`` in the compute dtype; a loop of steps computes it once."""
@@ -207,6 +210,16 @@ def bits_per_token(logits: jax.Array, targets: jax.Array, mask: jax.Array | None
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     bits = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0] / jnp.float32(math.log(2))
     return jnp.mean(bits, where=mask)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """``table [vocab_size, features]`` -> ``[..., features]``; on a mesh with explicit axes sharded as tokens are."""
+    tokens = shapes.as_array("LanguageModel", "tokens", tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"LanguageModel: tokens: expected token ids, integers, got {tokens.dtype.name}.")
+    sharding = jax.typeof(tokens).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return table.at[tokens].get(out_sharding=P(*sharding.spec, None) if explicit else None)
 
 
 def _residual_init(layers: int) -> Initializer:
