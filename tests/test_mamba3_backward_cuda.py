@@ -3,13 +3,18 @@
 A compilation takes seconds, so there are few cases; tests/gpu/test_mamba3_backward.py has more.
 """
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
-from jax_ssd import config
+from jax_ssd import config as settings
+from jax_ssd.mamba3.plan_backward import backward, heuristic
 from jax_ssd.tools.check import relative_error
 from tests import cuda_emulator, emulation
 from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, exact_gradients, flat, gradients
+from tests.test_mamba3_plan_backward import problem
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 # SISO, ranks 2 to 5, both rotary modes, states, norm; for "model..." walks and chunks are by warpgroups.
@@ -28,7 +33,7 @@ EMULATED = {
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
     emulation.emulate(monkeypatch)
-    with config.override(target_arch="sm_90"):
+    with settings.override(target_arch="sm_90"):
         yield
 
 
@@ -39,6 +44,24 @@ def test_gradients_agree_with_float64(name):
     actual = flat(gradients(arrays, cotangents, implementation=KERNELS, options=options))
     for gradient, expected in exact_gradients(arrays, cotangents, options).items():
         assert relative_error(actual[gradient], expected) <= BAR, gradient
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank):
+    p = problem(batch=1, seq=40, heads=5, rank=rank, initial=True, final=True)
+    config = heuristic(p, ["sm_90"])
+    assert config.warpgroups
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(jax.numpy.dtype(b.dtype)) for b in p.operands}
+    arrays["adt"], arrays["dt"] = -abs(arrays["adt"]) / 8, abs(arrays["dt"]) / 8
+    apart, together = (
+        cuda_emulator.run(backward(p, dataclasses.replace(config, parts=parts)), arrays, seed=parts) for parts in (5, 1)
+    )
+    for name in together:
+        if name.startswith("grad_") and name not in ("grad_q", "grad_k"):  # whose sums have another order
+            np.testing.assert_array_equal(together[name], apart[name], err_msg=name)
+        if name in ("grad_q", "grad_k"):
+            assert relative_error(together[name], apart[name]) <= BAR / 10, name
 
 
 def test_a_nan_in_one_row_leaves_the_others_alone():
