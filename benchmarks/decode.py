@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,19 +158,23 @@ def measure(model: Model, implementation: str, batch: int, captures: list[str], 
             lowered = jax.jit(model.program(implementation)).lower(model.weights, tokens)
     except Exception as error:  # whatever keeps an implementation from running is what its row says
         return [_failure(head | {"capture": name}, error) for name in captures], None
-    for name in captures:
+    compiled = _side_by_side([lambda name=name: _compile(lowered, name) for name in captures])
+    for name, program in zip(captures, compiled, strict=True):
         row = head | {"capture": name}
+        if isinstance(program, Exception):  # an option that this version does not have
+            made.append(_failure(row, program))
+            continue
         try:
-            compiled = lowered.compile(compiler_options=dict(CAPTURES[name]) if _on_gpu() else None)
-            logits = np.asarray(compiled(model.weights, tokens)[0], np.float64)
-            time = timing.measure(
-                lambda run=compiled: run(model.weights, tokens), jax.block_until_ready, len(tokens), effort
-            )
-        except Exception as error:  # an option that this version does not have, memory
+            with timing.alone():
+                logits = np.asarray(program(model.weights, tokens)[0], np.float64)
+                time = timing.measure(
+                    lambda run=program: run(model.weights, tokens), jax.block_until_ready, len(tokens), effort
+                )
+        except Exception as error:  # memory
             made.append(_failure(row, error))
             continue
         floor = 1e6 * model.bytes_per_token(batch) / copy
-        kernels = kernels_in_loop(compiled.as_text() or "")
+        kernels = kernels_in_loop(program.as_text() or "")
         made.append(
             row
             | {
@@ -184,6 +189,23 @@ def measure(model: Model, implementation: str, batch: int, captures: list[str], 
             }
         )
     return made, logits
+
+
+def _compile(lowered: Any, capture: str) -> Any:
+    return lowered.compile(compiler_options=dict(CAPTURES[capture]) if _on_gpu() else None)
+
+
+def _side_by_side(functions: list[Callable[[], Any]]) -> list[Any]:
+    """What each returned, or raised."""
+
+    def caught(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(caught, functions))
 
 
 def _on_gpu() -> bool:
@@ -224,7 +246,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parsed = parser().parse_args(given)
     effort = timing.Effort(parsed.sample_ms / 1e3, parsed.repeats)
     model, now = Model(parsed), datetime.datetime.now(datetime.UTC)
-    rates = ceilings.measure_ceilings(effort)
+    with timing.alone():
+        rates = ceilings.measure_ceilings(effort)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "name": parsed.name,

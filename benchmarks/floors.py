@@ -6,6 +6,8 @@ C B^T shared by a group's heads, whole chunk tiles (a matrix unit cannot skip ha
 
 from __future__ import annotations
 
+import math
+
 from benchmarks import mamba3
 from benchmarks.cases import Case
 
@@ -30,7 +32,9 @@ def array_bytes(case: Case) -> dict[str, int]:
 def necessary_bytes(case: Case, pass_name: str) -> int:
     if case.rank:
         inputs, y = mamba3.array_bytes(case)
-        return inputs + y if pass_name == "forward" else 3 * inputs + 2 * y
+        if pass_name == "forward_backward":
+            return 3 * inputs + 2 * y
+        return inputs + y + (2 * mamba3.state_bytes(case) if pass_name in ("step", "decode") else 0)
     size = array_bytes(case)
     inputs = size["x"] + size["dt"] + size["BC"] + size["parameters"]
     forward = inputs + size["x"]
@@ -49,8 +53,23 @@ def memory_limit(case: Case, pass_name: str) -> int | None:
     return int(MEMORY_ALLOWED[pass_name] * arrays)
 
 
+def chunk_kernel_memory(case: Case, pass_name: str) -> int | None:
+    """Bytes that Mamba-3 takes where every chunk is a block of its own and its float32 states lie in memory.
+
+    The simplest chunked kernels do so: the states of all chunks in the forward, twice more in the backward (computed
+    again, and their gradients), and the gradient of every rank's output.
+    """
+    if not case.rank or pass_name not in MEMORY_ALLOWED:
+        return None
+    passed, heads = necessary_bytes(case, "forward"), case.batch * case.heads
+    states = heads * math.ceil(case.seq * case.rank / mamba3.ROWS) * case.state * case.head_dim * 4
+    if pass_name == "forward":
+        return passed + states
+    return 2 * passed + 3 * states + heads * case.seq * case.rank * case.head_dim * 4
+
+
 def necessary_flops(case: Case, pass_name: str) -> int:
-    if case.rank:
+    if case.rank and case.seq > 1:
         return mamba3.necessary_flops(case, pass_name == "forward_backward")
     tokens, heads, groups = case.batch * case.seq, case.heads, case.groups
     qn, qp, np = CHUNK * case.state, CHUNK * case.head_dim, case.state * case.head_dim

@@ -16,6 +16,8 @@ from benchmarks.cases import Case
 
 ROWS = 64  # token-rank rows of a chunk
 PARAMETERS = ("q_bias", "k_bias", "D", "mimo_v", "mimo_z", "mimo_o")
+STATE = ("state_angle", "state_ssm", "state_k", "state_v")  # of a step, as in jax_ssd.Mamba3State
+SCALARS = ("adt", "dt", "trap")  # [batch, heads, seq]
 _FLOAT32 = ("q_bias", "k_bias", "angles", "adt", "dt", "trap", "D", "mimo_v", "mimo_z", "mimo_o")
 
 
@@ -33,11 +35,15 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
     named = {"q": key, "k": key, "v": value, "q_bias": bias, "k_bias": bias}
     named |= {"angles": (*value[:3], case.state // 4), "adt": scalar, "dt": scalar, "trap": scalar, "z": value}
     named |= {"D": (case.heads,), "mimo_v": weights, "mimo_z": weights, "mimo_o": weights, "dy": value}
-    return {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    wanted = {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
+    if case.seq > 1:
+        return wanted
+    pieces = ((case.state // 4,), (case.head_dim, case.state), (*rank, case.state), (case.head_dim,))
+    return wanted | {name: (rows, case.heads, *piece) for name, piece in zip(STATE, pieces, strict=True)}
 
 
 def dtypes(case: Case) -> dict[str, str]:
-    return {name: "float32" if name in _FLOAT32 else case.dtype for name in shapes(case)}
+    return {name: "float32" if name in (*_FLOAT32, *STATE) else case.dtype for name in shapes(case)}
 
 
 def distributed(case: Case, name: str, normal: Any, exp: Any) -> Any:
@@ -53,11 +59,12 @@ def distributed(case: Case, name: str, normal: Any, exp: Any) -> Any:
     return normal
 
 
-def checked_row(case: Case) -> dict[str, np.ndarray]:
+def checked(case: Case) -> dict[str, np.ndarray]:
+    """Operands and dy of a case of as many rows as there are checked pieces."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     kind = dtypes(case)
     row = {}
-    for name, shape in shapes(case, batch=1).items():
+    for name, shape in shapes(case).items():
         drawn = distributed(case, name, rng.standard_normal(shape, dtype=np.float32), np.exp)
         row[name] = drawn.astype(ml_dtypes.bfloat16 if kind[name] == "bfloat16" else kind[name])
     return row
@@ -68,6 +75,11 @@ def array_bytes(case: Case) -> tuple[int, int]:
     size = {name: int(np.prod(shape)) for name, shape in shapes(case).items()}
     item = {name: 4 if kind == "float32" else 2 for name, kind in dtypes(case).items()}
     return sum(size[name] * item[name] for name in operand_names(case)), size["dy"] * item["dy"]
+
+
+def state_bytes(case: Case) -> int:
+    """Of the state of a step."""
+    return sum(4 * int(np.prod(shape)) for name, shape in shapes(case).items() if name in STATE)
 
 
 def necessary_flops(case: Case, backward: bool) -> int:
@@ -87,34 +99,16 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
     return jax_ssd.mamba3(**given, rotary="pairwise" if case.rank == 1 else "half", **options)
 
 
-def reference(case: Case, backward: bool) -> dict[str, np.ndarray]:
-    """The token-by-token definition in float64 on the checked row: y and, with `backward`, a gradient per operand.
+def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
+    """jax_ssd.mamba3_step on the four pieces of a state and one token's operands in call order."""
+    import jax_ssd
 
-    The library's tests compare that definition with one written apart from it.
-    """
-    import jax
-    import jax.numpy as jnp
+    given = {"mimo_v": None, "mimo_o": None} | dict(zip(operand_names(case), operands, strict=True))
+    rotary: Any = "pairwise" if case.rank == 1 else "half"
+    state, y = jax_ssd.mamba3_step(jax_ssd.Mamba3State(*state), **given, rotary=rotary, **options)
+    return tuple(state), y
 
-    names = operand_names(case)
-    with jax.enable_x64(True):
-        row = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in checked_row(case).items()}
 
-        def run(*operands: Any) -> Any:
-            return call(case, dict(zip(names, operands, strict=True)), implementation="reference")
-
-        operands = [row[name] for name in names]
-        if not backward:
-            return {"y": np.asarray(jax.jit(run)(*operands)[0], np.float32)}
-
-        @jax.jit
-        def both(operands: list[Any], dy: Any) -> Any:
-            y, pull = jax.vjp(run, *operands)
-            return y, pull(dy)
-
-        y, gradients = both(operands, row["dy"])
-        named = {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
-        results = {"y": y} | named
-        return {
-            name: np.asarray(value if name[1:] in PARAMETERS else value[0], np.float32)
-            for name, value in results.items()
-        }
+def define(case: Case, operands: list[Any]) -> Any:
+    """The token-by-token definition on operands in call order. Tests compare it with one written apart from it."""
+    return call(case, dict(zip(operand_names(case), operands, strict=True)), implementation="reference")

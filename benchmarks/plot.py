@@ -1,8 +1,9 @@
 """Draws result files as PNG and SVG into docs/plots: python -m benchmarks.plot results/<file>.json... Needs matplotlib.
 
 For each file <name>-<pass>: bars of time over floor per case, one colour per implementation; 1 is as fast as the
-machine allows. For the sweep cases of all files together sweep-<pass>-length and sweep-<pass>-state: time, and time of
-the fastest peer over ours, against length for each state size, and against state size for each length.
+machine allows. Sweep cases are not among them: of those in all files together sweep-<pass>-length and
+sweep-<pass>-state, time, and time of the fastest peer over ours, against length for each state size, and against state
+size for each length.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from typing import Any
 from benchmarks import peers, report
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
+SWEEP = re.compile(r"sweep_n(\d+)_t(\d+)k")
 Row = dict[str, Any]
 
 
 def draw(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
     """The bars of one file, a figure for each pass."""
     pyplot = _pyplot()
-    rows = [row for row in result["rows"] if row["status"] == "ok"]
-    if not rows:
+    measured = [row for row in result["rows"] if row["status"] == "ok"]
+    if not measured:
         raise ValueError("the result has no measured row")
+    rows = [row for row in measured if not SWEEP.fullmatch(row["case"])]
     written = []
     for kind in dict.fromkeys(row["pass"] for row in rows):
-        figure, panel = pyplot.subplots(figsize=(10, 3.4))
-        _bars(panel, kind, [row for row in rows if row["pass"] == kind])
-        figure.suptitle(f"{result['device']['kind']}, {result['date'][:10]}", fontsize=9)
+        figure, panel = pyplot.subplots(figsize=(10, 3.6))
+        _bars(panel, [row for row in rows if row["pass"] == kind])
+        panel.set_title(
+            f"{kind} on {result['device']['kind']}, {result['date'][:10]} (labels: microseconds)", fontsize=9
+        )
         written += _save(figure, folder, f"{name}-{kind}")
     return written
 
@@ -40,7 +45,7 @@ def draw_sweep(results: list[dict[str, Any]], folder: Path) -> list[Path]:
         row | {"state": int(found[1]), "length": int(found[2]) << 10}
         for result in results
         for row in result["rows"]
-        if row["status"] == "ok" and (found := re.fullmatch(r"sweep_n(\d+)_t(\d+)k", row["case"]))
+        if row["status"] == "ok" and (found := SWEEP.fullmatch(row["case"]))
     ]
     written = []
     for kind in dict.fromkeys(row["pass"] for row in rows):
@@ -79,7 +84,7 @@ def _curves(rows: list[Row], folder: Path, kind: str, x: str, panel_by: str, wor
     return _save(figure, folder, f"sweep-{kind}-{x}")
 
 
-def _bars(panel: Any, name: str, rows: list[Row]) -> None:
+def _bars(panel: Any, rows: list[Row]) -> None:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     implementations = list(dict.fromkeys(row["implementation"] for row in rows))
     width = 0.8 / len(implementations)
@@ -89,10 +94,13 @@ def _bars(panel: Any, name: str, rows: list[Row]) -> None:
         bars = panel.bar(places, [row["times_floor"] for row in own], width, label=implementation)
         panel.bar_label(bars, [f"{row['microseconds']:.0f}" for row in own], fontsize=6)
     panel.set_yscale("log")
+    panel.set_ylim(1, 1.3 * max(row["times_floor"] for row in rows))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
+    panel.tick_params(axis="y", which="both", labelsize=7)
     panel.set_xticks(range(len(cases)), cases, rotation=20, ha="right", fontsize=8)
     panel.set_ylabel("time / floor")
-    panel.set_title(f"{name} (labels: microseconds)", fontsize=9)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _pyplot() -> Any:

@@ -1,18 +1,21 @@
-"""The recurrence in float64, one row at a time, written apart from the library so that both can be wrong only alone."""
+"""The recurrence in float64, piece by piece, written apart from the library so that both can be wrong only alone."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import mamba3
+from benchmarks import mamba3, timing
 from benchmarks.cases import Case
-from benchmarks.inputs import PARAMETERS, checked_row, kept_tokens, operand_names
+from benchmarks.inputs import PARAMETERS, checked, main_state, operand_names, pieces, step_state, token
 
 CHUNK = 64
+_programs: dict[tuple[Case, tuple[str, ...]], list[Any]] = {}
 
 
 def scan_row(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> jax.Array:
@@ -46,9 +49,9 @@ def scan_row(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = Non
     return y.reshape(-1, heads, head_dim)[:seq] + D[:, None] * x
 
 
-def _with_gradients(operands: list[Any], dy: Any) -> tuple[Any, tuple[Any, ...]]:
-    y, pull = jax.vjp(scan_row, *operands)
-    return y, pull(dy)
+def _scan(names: tuple[str, ...], operands: list[Any]) -> jax.Array:
+    """`scan_row` of every piece."""
+    return jax.vmap(scan_row, [None if name in PARAMETERS else 0 for name in names])(*operands)
 
 
 def step_row(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any = None) -> tuple[Any, Any]:
@@ -61,29 +64,48 @@ def step_row(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bia
 
 
 def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Float64 results for the checked row, stored as float32 at the kept tokens.
+    """Float64 results for the checked pieces, stored as float32.
 
     Keys: `y` and, where a backward is asked for, `dx`, `ddt`, `dB`, `dC`, `dA`, `dD`, `ddt_bias`; the step's are
     `step_y` and `step_state`.
     """
-    if case.rank:
-        return mamba3.reference(case, "forward_backward" in passes)
-    row = checked_row(case)
     names = operand_names(case)
-    results: dict[str, Any] = {}
     with jax.enable_x64(True):
-        given = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in row.items()}
-        operands = [given[name] if name in PARAMETERS else given[name][0] for name in names]
-        if "forward_backward" in passes:
-            y, gradients = jax.jit(_with_gradients)(operands, given["dy"][0])
-            results = {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
-        elif "forward" in passes:
-            results = {"y": jax.jit(scan_row)(*operands)}
+        given = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in checked(case).items()}
+        operands = [given[name] for name in names]
+        parts: list[tuple[Any, tuple[Any, ...]]] = []  # functions that give results by name, with their arguments
+        backward = "forward_backward" in passes
+        if backward or "forward" in passes:
+            scan = functools.partial(mamba3.define, case) if case.rank else functools.partial(_scan, names)
+            parts.append((functools.partial(_with_gradients, scan, names, backward), (operands, given["dy"])))
         if "step" in passes or "decode" in passes:
-            token = [given[name] if name in PARAMETERS else given[name][0, 0] for name in names]
-            results["step_state"], results["step_y"] = jax.jit(step_row)(given["state_in"][0], *token)
-        kept = kept_tokens(case.seq)
-        per_token = {"y"} | {f"d{name}" for name in names if name not in PARAMETERS}
-        return {
-            name: np.asarray(value[kept] if name in per_token else value, np.float32) for name, value in results.items()
-        }
+            step = functools.partial(_mamba3_step, case) if case.rank else _step
+            parts.append((step, (step_state(case, given), token(case, given))))
+        key = replace(case, name="", source="", batch=len(pieces(case)), seq=pieces(case)[0].stop, dtype="float32")
+        compiled = _programs.get((key, passes))
+        if compiled is None:  # cases that differ in their length only share one
+            compiled = [jax.jit(function).lower(*arguments).compile() for function, arguments in parts]
+            _programs[key, passes] = compiled
+        with timing.alone():
+            found = [run(*arguments) for run, (_, arguments) in zip(compiled, parts, strict=True)]
+            return {name: np.asarray(value, np.float32) for one in found for name, value in one.items()}
+
+
+def _with_gradients(scan: Any, names: tuple[str, ...], backward: bool, operands: list[Any], dy: Any) -> dict[str, Any]:
+    if not backward:
+        return {"y": scan(operands)}
+    y, pull = jax.vjp(scan, operands)
+    (gradients,) = pull(dy)
+    return {"y": y} | {f"d{name}": value for name, value in zip(names, gradients, strict=True)}
+
+
+def _step(state: Any, operands: tuple[Any, ...]) -> dict[str, Any]:
+    """Of the only row."""
+    x, dt, A, B, C, D, *bias = operands
+    state, y = step_row(state[0], x[0], dt[0], A, B[0], C[0], D, *bias)
+    return {"step_state": state, "step_y": y}
+
+
+def _mamba3_step(case: Case, state: Any, operands: tuple[Any, ...]) -> dict[str, Any]:
+    state, y = mamba3.step(case, state, operands, implementation="reference")
+    return {"step_state": main_state(case, state)[0], "step_y": y[0]}

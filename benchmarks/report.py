@@ -1,12 +1,18 @@
-"""The result file: its schema, the ratios computed into it, and the table printed from it."""
+"""The result file: its schema, the ratios computed into it, and the tables printed from it.
+
+python -m benchmarks.report FILE.json...     a Markdown table of each, as docs/performance.md has them
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
 from benchmarks.cases import Case
-from benchmarks.floors import floor, memory_limit
+from benchmarks.floors import chunk_kernel_memory, floor, memory_limit
 
 SCHEMA = 1
 
@@ -68,7 +74,8 @@ def add_ratios(result: dict[str, Any]) -> None:
 
     `times_floor` reads "this many times the floor"; `peer_ratio` is the fastest other peer's time over this row's, so
     above 1 this row is the faster one; `peer_memory_ratio` is the same of the leanest peer's memory. `times_limit`
-    above 1 is more memory than a pass should take. Wrong rows are nobody's yardstick.
+    above 1 is more memory than a pass should take; `chunk_kernel_memory`: see benchmarks/floors.py. Wrong rows
+    are nobody's yardstick.
     """
     cases = {name: Case(**case) for name, case in result["cases"].items()}
     ceilings = result["ceilings"]
@@ -85,6 +92,9 @@ def add_ratios(result: dict[str, Any]) -> None:
             peak, limit = row["memory"].get("peak"), memory_limit(cases[row["case"]], row["pass"])
             if peak and limit:
                 row["memory_limit"], row["times_limit"] = limit, peak / limit
+                per_chunk = chunk_kernel_memory(cases[row["case"]], row["pass"])
+                if per_chunk:
+                    row["chunk_kernel_memory"] = per_chunk
                 peaks = [one["memory"]["peak"] for one in rivals if one["memory"].get("peak")]
                 if peaks:
                     row["peer_memory_ratio"] = min(peaks) / peak
@@ -105,7 +115,7 @@ def _peers(rows: list[dict[str, Any]], like: dict[str, Any]) -> list[dict[str, A
 def table(result: dict[str, Any]) -> str:
     """One line per row: time, spread, ratios, errors against float64, memory with its limit and ratio to the peers'."""
     head = ["case", "pass", "implementation", "us", "+-%", "x floor", "peer/this", "err y", "err grads"]
-    head += ["MB", "limit MB", "peer/this", "remark"]
+    head += ["MB", "limit MB", "peer/this", "by chunk MB", "remark"]
     lines = [head, *(_line(row) for row in result["rows"])]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     left = {0, 1, 2, len(head) - 1}
@@ -122,7 +132,7 @@ def table(result: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> list[str]:
     cells = [row["case"], row["pass"], row["implementation"]]
     if "microseconds" not in row:
-        return cells + [""] * 9 + [f"{row['status']}: {row['reason'][:70]}"]
+        return cells + [""] * 10 + [f"{row['status']}: {row['reason'][:70]}"]
     time, errors = row["timing"], row["errors"]
     spread = 50 * (time["high"] - time["low"]) / time["seconds"] if time["seconds"] > 0 else float("nan")
     gradients = [error for name, error in errors.items() if name != "y"]
@@ -141,9 +151,61 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{row['memory'].get('peak', 0) / 1e6:.0f}",
         f"{row['memory_limit'] / 1e6:.0f}" if "memory_limit" in row else "",
         f"{row['peer_memory_ratio']:.2f}" if "peer_memory_ratio" in row else "",
+        f"{row['chunk_kernel_memory'] / 1e6:.0f}" if "chunk_kernel_memory" in row else "",
         ", ".join(remark for remark in remarks if remark),
     ]
 
 
 def _variant(variant: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in variant.items())
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A line for each case and pass: times, those of peers also as multiples of our fastest, and what it needs."""
+    names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
+    names.sort(key=lambda name: not peers.is_own(name))
+    lines = [["case (B,T,G,H,N,P)", "pass", *(f"{name} us" for name in names), "x floor", "error y, gradients", "MB"]]
+    lines.append(["---"] * len(lines[0]))
+    for case, kind in dict.fromkeys((row["case"], row["pass"]) for row in result["rows"]):
+        rows = {row["implementation"]: row for row in result["rows"] if (row["case"], row["pass"]) == (case, kind)}
+        ours = [rows[name] for name in names if peers.is_own(name) and rows.get(name, {}).get("status") == "ok"]
+        best = min(ours, key=lambda row: row["microseconds"], default=None)
+        cells = [_cell(rows.get(name), best) for name in names]
+        lines.append([_sizes(result["cases"][case]), kind.replace("_", " + "), *cells, *_of_ours(best)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    sizes = [case[name] for name in ("batch", "seq", "groups", "heads", "state", "head_dim")]
+    rank = f", rank {case['rank']}" if case.get("rank") else ""  # files from before Mamba-3 name none
+    dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
+    return f"{case['name']} ({','.join(map(str, sizes))}){rank}{dtype}"
+
+
+def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
+    if row is None or row["status"] != "ok":
+        return "" if row is None else row["status"]
+    time = f"{row['microseconds']:.{0 if row['microseconds'] >= 100 else 1}f}"
+    time += " (host bound)" if row["timing"]["host_bound"] else ""
+    if peers.is_own(row["implementation"]) or best is None:
+        return time
+    return f"{time} ({row['microseconds'] / best['microseconds']:.2f}x)"
+
+
+def _of_ours(best: dict[str, Any] | None) -> list[str]:
+    if best is None:
+        return [""] * 3
+    errors = [error for name, error in best["errors"].items() if name != "y"]
+    told = f"{best['errors']['y']:.1e}" + (f", {max(errors):.1e}" if errors else "")
+    memory = f"{best['memory'].get('peak', 0) / 1e6:.0f}"
+    memory += f" (limit {best['memory_limit'] / 1e6:.0f})" if "memory_limit" in best else ""
+    return [f"{best['times_floor']:.1f}", told, memory]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    for path in map(Path, sys.argv[1:] if arguments is None else arguments):
+        print(f"\n{path.name}\n\n{markdown(json.loads(path.read_text()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,8 @@
 
 prints a table and writes benchmarks/results/<date>-<name>.json. Cases: benchmarks/cases.py, `sweep*` for a prefix, or
 name=B,T,G,H,N,P[,dtype]. How times are taken: benchmarks/timing.py. What a floor counts: benchmarks/floors.py. An
-implementation that is not installed, refuses or fails gives rows that say why.
+implementation that is not installed, refuses or fails gives rows that say why. Processes compile side by side and take
+turns at the device. The file is written anew with every row, so an interrupted run leaves what it had.
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import cases, floors, peers, report, rows, timing, worker
 from benchmarks.peers.base import Options
+from jax_ssd.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
+LONGEST_TURN = 60.0  # seconds at the device after which a worker is taken to hang there, which keeps all others waiting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,12 +44,37 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--name", default="run", help="last part of the result file's name")
     made.add_argument("--output", type=Path, help=f"folder for the result file (default {RESULTS.name}/ here)")
     made.add_argument("--peer-autotune", choices=("quick", "full"), default="quick")
-    made.add_argument("--peer-configs", type=int, default=5, help="configurations per kernel of a quick peer tuning")
-    made.add_argument("--repeats", type=int, default=9)
+    made.add_argument(
+        "--peer-configs",
+        nargs="+",
+        type=_count,
+        default=[("", 5)],
+        metavar="[NAME=]N",
+        help="configurations per kernel of a quick peer tuning, of all peers or the one named",
+    )
+    made.add_argument("--repeats", type=int, default=9, help="of a time; fewer where they take long")
     made.add_argument("--sample-ms", type=float, default=20.0, help="device time aimed at per sample")
-    made.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing new is started")
+    made.add_argument("--budget", type=float, default=float("inf"), help="seconds after which all is stopped")
+    made.add_argument(
+        "--processes",
+        nargs="+",
+        type=_count,
+        default=[("", 1)],
+        metavar="[NAME=]N",
+        help="for each implementation, or the one named: they share its cases",
+    )
     made.add_argument("--in-process", action="store_true", help="no process per implementation (tests, debugging)")
     return made
+
+
+def _count(word: str) -> tuple[str, int]:
+    name, _, count = word.rpartition("=")
+    return name, max(1, int(count))
+
+
+def _asked(counts: list[tuple[str, int]], implementation: str, default: int) -> int:
+    given = dict(counts)
+    return given.get(implementation, given.get("", default))
 
 
 class Run:
@@ -52,8 +83,10 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, command: str) -> None:
         self.arguments = arguments
         self.started = time.monotonic()
+        self.turns: dict[str, float] = {}  # by the output of a worker, since when it is at the device, or inf
+        self.ended = ""  # what kept the run from measuring all it was asked for
         self.cases = [case for word in arguments.cases for case in cases.find(word)]
-        self.options = Options(arguments.peer_autotune, arguments.peer_configs)
+        self.options = Options(arguments.peer_autotune)
         self.effort = timing.Effort(arguments.sample_ms / 1e3, arguments.repeats)
         now = datetime.datetime.now(datetime.UTC)
         self.path = (arguments.output or RESULTS) / f"{now:%Y-%m-%d}-{arguments.name}.json"
@@ -65,7 +98,12 @@ class Run:
             "device": {"platform": "unknown", "host": platform.machine()},
             "versions": {},
             "ceilings": {},
-            "options": asdict(self.options) | asdict(self.effort) | {"cold_bytes": timing.COLD_BYTES},
+            "options": {
+                "peer_autotune": arguments.peer_autotune,
+                "peer_configs": dict(arguments.peer_configs),
+                "cold_bytes": timing.COLD_BYTES,
+                **asdict(self.effort),
+            },
             "cases": {case.name: case.to_json() for case in self.cases},
             "notes": {},
             "rows": [],
@@ -73,64 +111,154 @@ class Run:
 
     def all(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            for implementation in [worker.PREPARE, *self.arguments.implementations]:
-                self._one(implementation, folder)
-                report.add_ratios(self.result)
-                self._write()
+            jobs = [self._job(folder, worker.CEILINGS, [], 0)]
+            for name in (worker.PREPARE, *self.arguments.implementations):
+                jobs += [self._job(folder, name, some, at) for at, some in enumerate(self._shares(name))]
+            total = sum(len(self._wanted(job)) for job in jobs)
+            with Progress("measuring", total) as shown:
+                if self.arguments.in_process:
+                    for job in jobs:
+                        worker.execute(job)
+                        self._collect(job.output, 0, shown)
+                else:
+                    self._side_by_side(jobs, shown)
+            self._account_for(jobs)
+        self._write()
+        if not self.result["ceilings"]:
+            raise RuntimeError(f"the machine's ceilings could not be measured: {self.ended}")
         report.check(self.result)
         return self.result
 
-    def _one(self, implementation: str, folder: str) -> None:
-        output = Path(folder) / f"{len(self.result['notes'])}-{implementation.replace(':', '-')}.jsonl"
-        output.touch()
-        job = worker.Job(
-            implementation, self.cases, tuple(self.arguments.passes), folder, str(output), self.options, self.effort
-        )
-        left = self.arguments.budget - (time.monotonic() - self.started)
-        ended = "the budget was spent before it started" if left <= 0 else self._execute(job, left)
-        self._collect(output)
-        if implementation == worker.PREPARE:
-            if ended:
-                raise RuntimeError(f"references and ceilings could not be measured: {ended}")
-            return
-        done = {(row["case"], row["pass"]) for row in self.result["rows"] if row["implementation"] == implementation}
-        for case in self.cases:
-            for name in worker.passes_of(case, job.passes):
-                if (case.name, name) not in done:
-                    lost = rows.row(case, name, implementation, "failed", reason=ended or "the worker said nothing")
-                    self.result["rows"].append(lost)
+    def _shares(self, implementation: str) -> list[list[cases.Case]]:
+        """The cases in runs of neighbours, which have the most kernels in common."""
+        count = min(_asked(self.arguments.processes, implementation, 1), len(self.cases))
+        bounds = [len(self.cases) * at // count for at in range(count + 1)]
+        return [self.cases[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
 
-    def _execute(self, job: worker.Job, left: float) -> str:
-        """Runs the job; how it ended when it did not end well, else nothing."""
-        if self.arguments.in_process:
-            worker.execute(job)
-            return ""
-        path = Path(job.folder) / "job.json"
+    def _job(self, folder: str, implementation: str, some: list[cases.Case], number: int) -> worker.Job:
+        output = Path(folder) / f"{implementation.replace(':', '-')}-{number}.jsonl"
+        output.touch()
+        passes, parent = tuple(self.arguments.passes), 0 if self.arguments.in_process else os.getpid()
+        options = replace(self.options, peer_configs=_asked(self.arguments.peer_configs, implementation, 5))
+        return worker.Job(implementation, some, passes, folder, str(output), options, self.effort, parent=parent)
+
+    @staticmethod
+    def _wanted(job: worker.Job) -> list[tuple[cases.Case, str]]:
+        if job.implementation in (worker.PREPARE, worker.CEILINGS):
+            return []
+        return [(case, name) for case in job.cases for name in worker.passes_of(case, job.passes)]
+
+    def _side_by_side(self, jobs: list[worker.Job], shown: Progress) -> None:
+        """Runs the jobs in processes of their own and collects what they say; stops them when the budget is spent."""
+        running, seen, started = {}, *(dict.fromkeys(range(len(jobs)), 0) for _ in range(2))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+        try:
+            for number, job in enumerate(jobs):
+                running[number] = self._start(job)
+            while running:
+                time.sleep(0.2)
+                if time.monotonic() - self.started > self.arguments.budget:
+                    self.ended = "the budget was spent"
+                    break
+                for number, process in list(running.items()):
+                    hangs = time.monotonic() - self.turns.get(jobs[number].output, math.inf) > LONGEST_TURN
+                    if hangs:
+                        process.kill()
+                        process.wait()
+                    code = process.poll()  # before its last words are read
+                    seen[number] = self._collect(jobs[number].output, seen[number], shown)
+                    if code is None:
+                        continue
+                    del running[number]
+                    if code not in (0, worker.AGAIN):
+                        how = f"was stopped after {LONGEST_TURN:.0f} s" if hangs else f"ended with code {code}"
+                        self._died(jobs[number], f"its process {how}")
+                        self.turns.pop(jobs[number].output, None)
+                    more = self._rest(jobs[number])
+                    if code and more.cases and seen[number] > started[number]:
+                        started[number] = seen[number]
+                        running[number] = self._start(more)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            for process in running.values():
+                process.kill()
+            for number, process in running.items():
+                process.wait()
+                self._collect(jobs[number].output, seen[number], shown)
+
+    @staticmethod
+    def _start(job: worker.Job) -> subprocess.Popen[bytes]:
+        path = Path(job.output).with_suffix(".json")
         path.write_text(job.to_json())
         command = [sys.executable, "-m", "benchmarks.worker", str(path)]
-        try:
-            limit = None if left == float("inf") else left
-            code = subprocess.run(command, check=False, timeout=limit, cwd=Path(__file__).parents[1]).returncode
-        except subprocess.TimeoutExpired:
-            return "the budget was spent while it ran"
-        return f"its process ended with code {code}" if code else ""
+        return subprocess.Popen(command, cwd=Path(__file__).parents[1])
 
-    def _collect(self, output: Path) -> None:
-        for line in output.read_text().splitlines():
+    def _died(self, job: worker.Job, how: str) -> None:
+        """Accounts for the pass that a process died of."""
+        if job.implementation == worker.PREPARE:
+            for case in job.cases:
+                if not (Path(job.folder) / f"{case.name}.npz").exists():
+                    (Path(job.folder) / f"{case.name}{worker.FAILED}").write_text(how)
+        if job.implementation == worker.CEILINGS:
+            self.ended = how
+        for case, name in self._missing(job)[:1]:
+            self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=how))
+
+    def _rest(self, job: worker.Job) -> worker.Job:
+        """What a job has left to do."""
+        missing = self._missing(job)
+        heard = [(case.name, name) for case, name in self._wanted(job) if (case, name) not in missing]
+        left = [case for case in job.cases if any(case == other for other, _ in missing)]
+        return replace(job, cases=left, done=heard)
+
+    def _missing(self, job: worker.Job) -> list[tuple[cases.Case, str]]:
+        heard = {(row["case"], row["pass"], row["implementation"]) for row in self.result["rows"]}
+        return [(c, name) for c, name in self._wanted(job) if (c.name, name, job.implementation) not in heard]
+
+    def _collect(self, output: str, seen: int, shown: Progress) -> int:
+        """Takes the lines after the first `seen` ones into the result; how many there are now."""
+        lines = [line for line in Path(output).read_text().splitlines(keepends=True) if line.endswith("\n")]
+        for line in lines[seen:]:
             found = json.loads(line)
             kind, value = found["kind"], found["value"]
-            if kind == "row":
+            if kind == "at_device":
+                self.turns[output] = time.monotonic() if value else math.inf
+            elif kind == "row":
                 self.result["rows"].append(value)
+                time_or_reason = f"{value['microseconds']:.1f} us" if "microseconds" in value else value["status"]
+                shown.done(f"{value['case']} {value['pass']} {value['implementation']}: {time_or_reason}")
             elif kind == "reference":
                 self.result["notes"].setdefault("reference_seconds", {})[value["case"]] = value["seconds"]
             else:
-                self.result[kind] |= value
+                _merge(self.result[kind], value)
+        if len(lines) > seen:
+            self._write()
+        return len(lines)
+
+    def _account_for(self, jobs: list[worker.Job]) -> None:
+        """Adds a row for everything that was wanted and not heard of."""
+        for job in jobs:
+            for case, name in self._missing(job):
+                reason = self.ended or "the worker said nothing"
+                self.result["rows"].append(rows.row(case, name, job.implementation, "failed", reason=reason))
 
     def _write(self) -> None:
+        report.add_ratios(self.result)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         order = {case.name: index for index, case in enumerate(self.cases)}
         self.result["rows"].sort(key=lambda row: (order[row["case"]], floors.PASSES.index(row["pass"])))
-        self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.result, indent=1) + "\n")
+        part.rename(self.path)
+
+
+def _merge(into: dict[str, Any], found: dict[str, Any]) -> None:
+    """Adds what another process of the same implementation found."""
+    for name, value in found.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Named calls of the operator that tests, the check command and benchmarks share.
+"""Named calls of Mamba-2 that tests and the check command share; those of Mamba-3 are in mamba3/cases.py.
 
 Each row of TABLE changes one thing about the row called "base", which has several chunks, a non-zero initial state and
 every option that costs a kernel something.
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_ssd.mamba2.api import mamba2, mamba2_step
 
 INFINITY = float("inf")
 
@@ -37,6 +39,10 @@ class Case:
     chunk_size: int | None = 32
     precision: str = "highest"
     decay: tuple[float, float] = (0.1, 4.0)  # range of -A, which the heads cover evenly in the logarithm
+
+    @property
+    def steppable(self) -> bool:
+        return not self.packed  # a step knows no segments
 
     def options(self) -> dict[str, Any]:
         return {
@@ -76,6 +82,22 @@ class Case:
             labels = np.stack([np.repeat(rng.permutation(self.seq) - 1, row)[: self.seq] for row in lengths])
             arrays["segment_ids"] = jnp.asarray(labels, jnp.int32)  # one label of -1: padding somewhere
         return arrays
+
+    def scan(self, arrays: dict[str, Any], implementation: Any = None) -> dict[str, jax.Array]:
+        """y and the final state for `inputs`."""
+        options = self.options() | {"return_final_state": True, "implementation": implementation}
+        y, final = mamba2(**arrays, **options)
+        return {"y": y, "final_state": final}
+
+    def steps(self, arrays: dict[str, Any], implementation: Any = None) -> dict[str, jax.Array]:
+        """The same token by token."""
+        state, fixed = arrays.get("initial_state"), {k: a for k, a in arrays.items() if k != "initial_state"}
+        if state is None:
+            state = jnp.zeros((self.batch, self.heads, self.head_dim, self.state), jnp.float32)
+        tokens = {name: jnp.moveaxis(fixed.pop(name), 1, 0) for name in ("x", "dt", "B", "C", "z") if name in fixed}
+        options = {"dt_softplus": self.softplus, "dt_limit": self.dt_limit, "implementation": implementation}
+        final, y = jax.lax.scan(lambda state, token: mamba2_step(state, **token, **fixed, **options), state, tokens)
+        return {"y": jnp.moveaxis(y, 0, 1), "final_state": final}
 
 
 BASE = Case("base")

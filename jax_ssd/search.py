@@ -1,7 +1,8 @@
 """jax_ssd.autotune: measures what the kernels of a function can choose, and keeps the fastest for later calls.
 
 From the heuristic's choice one field after the other is changed; the changes that helped are tried together, and then
-once more around the best. The fastest few are measured again side by side before one of them is believed.
+once more around the best. A quick search tries the likeliest few instead: what was fastest at other sizes, and one step
+up and down from the heuristic's. The fastest are measured again side by side before one of them is believed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +32,7 @@ from jax_ssd.tune import Tunable
 
 ROUNDS = 2
 FINALISTS = 3
+LIKELY = 8  # choices that a quick search tries, the heuristic's among them
 MARGIN = 0.02  # by which a choice must beat the heuristic's to be preferred: less is noise
 QUICK, CAREFUL = timing.Effort(0.004, 3), timing.Effort(0.02, 7)
 MOST_CALLS = 32  # in one timed program
@@ -67,7 +70,13 @@ class Tuned:
 
 
 def autotune(
-    function: Callable, *args: Any, force: bool = False, progress: bool = True, seconds: float = 100.0, **kwargs: Any
+    function: Callable,
+    *args: Any,
+    force: bool = False,
+    progress: bool = True,
+    seconds: float = 100.0,
+    quick: bool = False,
+    **kwargs: Any,
 ) -> list[Tuned]:
     """Measures the choices of every kernel that `function(*args, **kwargs)` would run, and keeps the fastest.
 
@@ -84,6 +93,8 @@ def autotune(
       force: measure anew what has a result already.
       progress: show how far it is.
       seconds: after which nothing new is tried for one plan.
+      quick: try the likeliest few choices only, and only those of the implementation that implementation=None takes: a
+        second or two for a plan.
       **kwargs: its keyword arguments. Those that are not arrays are taken as static.
 
     Returns:
@@ -95,7 +106,7 @@ def autotune(
     """
     device = tuning_device()
     arch = compile.target_arch(device)
-    calls = plans_of(paths.calls(function, args, kwargs))
+    calls = plans_of(paths.calls(function, args, kwargs), first=quick)
     found = []
     with Progress("tuning", len(calls), progress) as shown:
         for tunable, problem in calls:
@@ -104,7 +115,7 @@ def autotune(
             if result is None:
                 plan = tunable.make(problem, tunable.heuristic(problem))
                 bench = Bench(device, arch, plan, problem)
-                result = search(tunable, problem, bench, shown.note, seconds)
+                result = search(tunable, problem, bench, shown.note, seconds, quick)
                 result["sources"] = tune.digests(plan)
                 result["provenance"] = provenance(device, plan)
                 tried = len(result["tried"])
@@ -114,14 +125,20 @@ def autotune(
     return found
 
 
-def plans_of(equations: Iterable[Any]) -> list[tuple[Tunable, Any]]:
-    """Each distinct tunable plan function with its problem that the equations' implementations can run."""
+def plans_of(equations: Iterable[Any], first: bool = False) -> list[tuple[Tunable, Any]]:
+    """Each distinct tunable plan function with its problem that the equations' implementations can run.
+
+    first: only of the implementation that each would run, rather than of all that could.
+    """
     found: list[tuple[Tunable, Any]] = []
     for equation in equations:
         definition = op.DEFINITIONS.get(equation.primitive.name)
         spec, avals = equation.params.get("spec"), [variable.aval for variable in equation.invars]
-        for name in dispatch.KERNELS:
-            if definition is None or name not in spec.implementation:
+        if definition is None:
+            continue
+        order = op.preferences(definition, spec, "cuda", avals) if first else dispatch.KERNELS
+        for name in order:
+            if name not in dispatch.KERNELS or name not in spec.implementation:
                 continue
             try:
                 with tune.recorded() as calls:
@@ -129,10 +146,31 @@ def plans_of(equations: Iterable[Any]) -> list[tuple[Tunable, Any]]:
             except NotImplementedError:
                 continue
             found += [call for call in calls if call not in found]
+            if first:
+                break
     return found
 
 
-def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], None], seconds: float) -> dict[str, Any]:
+def likely(tunable: Tunable, problem: Any, arch: str) -> list[Any]:
+    """The choices that a quick search tries: the heuristic's, the fastest at other sizes, and the heuristic's changed.
+
+    Fields that depend on the size are changed first, each to the next smaller and the next larger of its values.
+    """
+    start = tunable.heuristic(problem)
+    found = [start, *tune.choices_elsewhere(tunable, problem, arch)]
+    values = tunable.values(problem)
+    for name in sorted(values, key=lambda name: name not in tunable.local):
+        now = getattr(start, name)
+        others = [value for value in values[name] if value != now]
+        if all(isinstance(value, int) for value in (now, *others)):
+            others = [*[v for v in others if v < now][-1:], *[v for v in others if v > now][:1]]
+        found += _changed(start, name, others)
+    return list(dict.fromkeys(found))[:LIKELY]
+
+
+def search(
+    tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], None], seconds: float, quick: bool = False
+) -> dict[str, Any]:
     """The fastest choice, its time and the heuristic's, and what was tried; as a record of tune.py holds it."""
     start = tunable.heuristic(problem)
     base = tunable.make(problem, start)
@@ -163,14 +201,14 @@ def search(tunable: Tunable, problem: Any, bench: Bench, note: Callable[[str], N
             return None
         return plan if _scratch(plan) <= max(_scratch(base), tunable.scratch * _passed(plan)) else None
 
-    attempt([start])
+    attempt(likely(tunable, problem, bench.arch) if quick else [start])
     if not math.isfinite(times.get(start, math.inf)):
         raise RuntimeError(
             f"{tunable.op} {tunable.implementation} does not run here with its heuristic's choice, {start}: "
             f"{bench.failure}"
         )
     best, deadline = start, time.monotonic() + seconds
-    for _ in range(ROUNDS):
+    for _ in range(0 if quick else ROUNDS):
         around = {name: list(_changed(best, name, some)) for name, some in values.items()}
         attempt(choice for choices in around.values() for choice in choices)
         attempt([_combined(best, around, times)])
@@ -241,7 +279,9 @@ class Bench:
     def __post_init__(self) -> None:
         calls = timing.calls_per_program(_passed(self.plan), MOST_CALLS)
         with jax.default_device(self.device):
-            self.sets = [_operands(self.plan.operands, self.problem, seed) for seed in range(calls)]
+            draw = jax.jit(partial(_operands, self.plan.operands, self.problem)).lower(0).compile()
+            with timing.alone():
+                self.sets = [draw(seed) for seed in range(calls)]
 
     def load(self, plans: dict[Any, Plan], deadline: float) -> dict[Any, Program]:
         """Those that compile before the deadline, in parallel. What does not compile is no candidate."""
@@ -284,6 +324,10 @@ class Bench:
 
     def time(self, program: Program, effort: timing.Effort) -> float:
         """Microseconds of one call; infinite if it fails or its results are not those of the first program timed."""
+        with timing.alone():
+            return self._time(program, effort)
+
+    def _time(self, program: Program, effort: timing.Effort) -> float:
         try:
             fixed = self._fixed(program.moving)
             state, outputs = program.run(self._moved(program.moving), fixed)
@@ -313,7 +357,7 @@ class Bench:
         return [[None if i in moving else array for i, array in enumerate(operands)] for operands in self.sets]
 
 
-def _operands(buffers: Iterable[Buffer], problem: Any, seed: int) -> list[jax.Array]:
+def _operands(buffers: Iterable[Buffer], problem: Any, seed: jax.typing.ArrayLike) -> list[jax.Array]:
     arrays = []
     for key, buffer in zip(jax.random.split(jax.random.key(seed), len(tuple(buffers))), buffers, strict=True):
         dtype = jnp.dtype(buffer.dtype)

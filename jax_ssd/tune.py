@@ -108,6 +108,21 @@ class Tunable:
         return replace(start, **{name: value for name, value in changes.items() if name in known})
 
 
+def choices_elsewhere(tunable: Tunable, problem: Any, arch: str) -> list[Any]:
+    """What was fastest at other sizes that can share a choice with this one, the nearest first, each once."""
+    wanted, start, found = describe(problem), tunable.heuristic(problem), {}
+    for record in records(arch):
+        result = record["results"].get(tunable.implementation)
+        if record["op"] == tunable.op and result is not None:
+            away = distance(wanted, record["problem"])
+            known = {name: value for name, value in result["choice"].items() if hasattr(start, name)}
+            if away < math.inf:
+                with contextlib.suppress(ValueError):
+                    choice = replace(start, **known)
+                    found[choice] = min(away, found.get(choice, math.inf))
+    return sorted(found, key=found.__getitem__)
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[Tunable, Any]]]:
     """Collects what is planned in the body of the `with`: each tunable plan function and its problem."""

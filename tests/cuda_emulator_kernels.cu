@@ -215,6 +215,40 @@ __global__ void chain(int* flags, int* sums) {
 
 __global__ void clear(int* flags) { flags[threadIdx.x] = 0; }
 
+// out [blocks][4]: each block's sum of what all blocks of its cluster of four have in shared memory.
+__global__ void cluster_sums(float* out) {
+  __shared__ __align__(16) float own[4];
+  if (threadIdx.x < 4) own[threadIdx.x] = blockIdx.x * 4 + threadIdx.x;
+  cluster_barrier();
+  float4 sum{0, 0, 0, 0};
+  for (int block = 0; block < 4; ++block) {
+    const float4 v = load_from_block(shared_address(own), block);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  if (threadIdx.x == 0) reinterpret_cast<float4*>(out)[blockIdx.x] = sum;
+  if (blockIdx.x < 4 || threadIdx.x < 32) cluster_barrier();  // threads that have ended are not waited for
+}
+
+// The blocks of a cluster that end at once, all but the first.
+__global__ void cluster_ends(float* out) {
+  __shared__ __align__(16) float own[4];
+  cluster_barrier();
+  if (blockIdx.x > 0) return;
+  for (int i = 0; i < 3; ++i) __syncthreads();
+  out[threadIdx.x] = load_from_block(shared_address(own), 1).x;
+}
+
+// Two warpgroups take 176 registers a thread where all had 168, the third gives up Given of its.
+template <int Given>
+__global__ void takes_registers(float* out) {
+  if (threadIdx.x < 128) {
+    give_registers<168 - Given>();
+  } else {
+    take_registers<176>();
+  }
+  out[threadIdx.x] = 0;
+}
+
 // What must be found out, by number; out [64].
 template <int Number>
 __global__ void mistakes(float* out) {

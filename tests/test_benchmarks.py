@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, compare, floors, inputs, plot, reference, report, rows, run
+from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, worker
+from benchmarks.peers import base, own
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,7 +21,8 @@ def _default_promotion():
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     words = (
-        "tiny tiny_step --passes forward step --implementations plain_xla jla --repeats 2 --sample-ms 1 --in-process"
+        "tiny tiny_step tiny_mimo_step --passes forward step --implementations plain_xla jla --repeats 2 --sample-ms 1 "
+        "--in-process"
     )
     made = run.main([*words.split(), "--name", "test", "--output", str(folder)])
     (path,) = folder.iterdir()
@@ -37,7 +39,11 @@ def test_result_keeps_the_schema(result):
 
 def test_measured_rows_agree_with_float64(result):
     measured = [row for row in result["rows"] if row["implementation"] == "plain_xla"]
-    assert {(row["case"], row["pass"]) for row in measured} == {("tiny", "forward"), ("tiny_step", "step")}
+    assert {(row["case"], row["pass"]) for row in measured} == {
+        ("tiny", "forward"),
+        ("tiny_step", "step"),
+        ("tiny_mimo_step", "step"),
+    }
     for row in measured:
         assert max(row["errors"].values()) < 2e-6
         assert row["memory"]["peak"] > 0
@@ -45,11 +51,19 @@ def test_measured_rows_agree_with_float64(result):
 
 def test_a_peer_that_cannot_run_says_why(result):
     refused = [row for row in result["rows"] if row["implementation"] == "jla"]
-    assert len(refused) == 2
+    assert len(refused) == 3
     for row in refused:
         assert row["status"] == "unsupported"
         assert row["reason"]
         assert row["reason"][:40] in report.table(result)
+
+
+def test_tables_for_the_documentation(result, capsys):
+    (line,) = [line for line in report.markdown(result).splitlines() if line.startswith("| tiny (")]
+    assert line.startswith("| tiny (2,100,1,4,16,8), float32 | forward | ") and "unsupported" in line
+    report.main([str(COMMITTED)])
+    said = capsys.readouterr().out
+    assert "| first (4,16384,1,8,128,64) | forward | 188 | 415 (2.21x) | 241 (1.28x) | 4.7 |" in said
 
 
 @pytest.mark.parametrize("field", ["errors", "timing", "floor"])
@@ -70,6 +84,22 @@ def test_forward_and_backward(tmp_path):
     assert max(row["errors"].values()) < 2e-5
 
 
+@pytest.mark.parametrize(("name", "found", "wrong"), [("cuda", 6, False), ("cuda", 4, True), ("cuda", 0, True)])
+def test_a_program_has_the_kernels_of_one_call_as_often_as_it_calls(name, found, wrong):
+    class Program:
+        def __init__(self, calls):
+            self.calls = calls
+
+        def as_text(self):
+            return 'x = custom-call(), custom_call_target="jax_ssd.launch"\n' * self.calls
+
+    peer = own.load(f"jax_ssd:{name}", base.Options())
+    assert bool(measure_jax.missing_calls(peer, Program(found), Program(2), 3)) == wrong
+    anything = own.load("jax_ssd", base.Options())
+    assert not measure_jax.missing_calls(anything, Program(0), Program(0), 3)
+    assert measure_jax.missing_calls(peer, Program(0), Program(0), 3)
+
+
 @pytest.mark.slow
 def test_mamba3(tmp_path):
     words = "tiny_mimo --passes forward_backward --implementations plain_xla --repeats 2 --sample-ms 1 --in-process"
@@ -81,7 +111,7 @@ def test_mamba3(tmp_path):
 
 def test_reference_is_the_recurrence():
     case = cases.CASES["tiny_softplus"]
-    row = inputs.checked_row(case)
+    row = inputs.checked(case)
     with jax.enable_x64(True):
         given = {name: np.asarray(value, np.float64) for name, value in row.items()}
         per_token = [given[name][0] for name in ("x", "dt", "B", "C")]
@@ -98,6 +128,51 @@ def test_reference_is_the_recurrence():
         assert rows.relative_error(np.asarray(got), np.asarray(wanted)) < 1e-13
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "passes"), [("tiny_softplus", "forward"), ("tiny_siso", "forward_backward")])
+def test_of_a_long_row_both_ends_are_compared(case, passes, tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "PIECE", {"mamba2": 32, "mamba3": 16})
+    assert len(inputs.pieces(cases.CASES[case])) == 2
+    words = f"{case} --passes {passes} --implementations plain_xla --repeats 2 --sample-ms 1 --in-process"
+    (row,) = run.main([*words.split(), "--output", str(tmp_path)])["rows"]
+    assert row["status"] == "ok"
+    assert max(row["errors"].values()) < 5e-5  # a sum of decays within a chunk goes through the reset
+
+
+def test_shares_are_runs_of_neighbours():
+    words = ["sweep*", "--processes", "4", "mamba_ssm=1"]
+    made = run.Run(run.parser().parse_args(words), "")
+    assert [{case.state for case in share} for share in made._shares("jla")] == [{64}, {128}, {256}, {512}]
+    assert [len(share) for share in made._shares("mamba_ssm")] == [20]
+
+
+def test_what_a_worker_left_is_done_by_another_without_what_it_died_of(tmp_path):
+    made = run.Run(run.parser().parse_args(["tiny", "tiny_step", "--output", str(tmp_path)]), "")
+    job = made._job(str(tmp_path), "plain_xla", made.cases, 0)
+    made.result["rows"].append({"case": "tiny", "pass": "forward", "implementation": "plain_xla", "status": "ok"})
+    made._died(job, "its process ended with code -11")
+    assert made.result["rows"][-1]["reason"].endswith("code -11")
+    rest = worker.Job.from_json(made._rest(job).to_json())
+    assert [case.name for case in rest.cases] == ["tiny_step"]
+    assert rest.done == [("tiny", "forward"), ("tiny", "forward_backward")]
+    made._died(job, "again")
+    assert made._rest(job).cases == rest.cases and made._rest(job).done[-1] == ("tiny_step", "step")
+
+
+@pytest.mark.slow
+def test_processes_share_the_cases_and_a_spent_budget_leaves_what_there_is(tmp_path):
+    words = "tiny_step tiny_siso --passes step --implementations plain_xla jla --repeats 2 --sample-ms 1"
+    made = run.main([*words.split(), "--processes", "2", "--output", str(tmp_path)])
+    assert {(row["implementation"], row["status"]) for row in made["rows"]} == {
+        ("plain_xla", "ok"),
+        ("jla", "unsupported"),
+    }
+    with pytest.raises(RuntimeError, match="the budget was spent"):
+        run.main([*words.split(), "--budget", "1", "--output", str(tmp_path), "--name", "short"])
+    (path,) = tmp_path.glob("*-short.json")
+    assert {row["reason"] for row in json.loads(path.read_text())["rows"]} == {"the budget was spent"}
+
+
 def test_floor_of_the_first_case():
     case = cases.CASES["first"]
     found = floors.floor(case, "forward", copy_rate=4.23e12, matmul_rate=7.0e14)
@@ -105,6 +180,14 @@ def test_floor_of_the_first_case():
     assert found["us"] == max(found["bytes_us"], found["flops_us"])
     backward = floors.floor(case, "forward_backward", copy_rate=4.23e12, matmul_rate=7.0e14)
     assert backward["bytes"] > 2 * found["bytes"]
+
+
+def test_floor_of_a_step_of_mamba3_is_its_state_in_and_out():
+    case = cases.CASES["mimo_step_b64"]
+    state = 4 * 64 * 64 * (64 * 128 + 32 + 4 * 128 + 64)
+    found = floors.floor(case, "step", copy_rate=4.23e12, matmul_rate=7.0e14)
+    assert found["flops"] == 0 and 2 * state < found["bytes"] < 2.1 * state
+    assert floors.memory_limit(case, "step") is None
 
 
 def test_cases_are_found_by_name_prefix_and_size():
@@ -131,6 +214,15 @@ def test_memory_is_held_against_the_limit_and_the_peers():
     assert row["peer_memory_ratio"] == pytest.approx(173015040 / 181406912)
     assert "times the memory limit" in report.table(result)
     assert "memory_limit" not in next(row for row in result["rows"] if row["pass"] == "step")
+
+
+def test_memory_of_mamba3_stands_beside_that_of_a_kernel_per_chunk():
+    case = cases.CASES["mimo_first"]
+    states, rows_of_rank = 4 * 32 * (2048 // 16) * 128 * 64 * 4, 4 * 32 * 2048 * 4 * 64 * 4
+    passed = floors.necessary_bytes(case, "forward")
+    assert floors.chunk_kernel_memory(case, "forward") == passed + states
+    assert floors.chunk_kernel_memory(case, "forward_backward") == 2 * passed + 3 * states + rows_of_rank
+    assert floors.chunk_kernel_memory(cases.CASES["first"], "forward") is None
 
 
 @pytest.fixture

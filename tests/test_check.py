@@ -2,6 +2,7 @@
 
 import pytest
 
+from jax_ssd.mamba3 import cases
 from jax_ssd.tools import check
 
 
@@ -10,6 +11,25 @@ def test_scan_and_steps_of_every_implementation_here(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:-1]] == [["ok", "short"], ["ok", "short"], ["ok", "packed"]]
     assert " steps " in lines[2] and lines[-1] == "All passed."
+
+
+def test_mamba3_is_checked_in_the_same_form(capsys):
+    assert check.main(["--op", "mamba3", "--case", "mimo_one_token", "--implementation", "xla"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:-1]] == [["ok", "mimo_one_token", "xla"]] * 2
+    assert " steps " in lines[2] and lines[-1] == "All passed."
+
+
+def test_the_cases_of_mamba3_cover_what_its_kernels_are_written_for():
+    table = cases.TABLE
+    assert {case.rank for case in table} == {0, 2, 3, 4, 8}
+    assert {case.rotary for case in table} == {"pairwise", "half"}
+    assert {bool(case.rank) for case in table if case.cu_seqlens} == {False, True}
+    assert {(case.dtype, case.precision) for case in table} == set(check.BARS) - {("float16", "highest")}
+    for case in table:
+        arrays = case.inputs()
+        assert ("mimo_v" in arrays) == bool(case.rank) and ("initial_ssm" in arrays) == case.initial_state
+    assert len(check.BY_NAME) == sum(map(len, check.TABLES.values()))  # no name twice
 
 
 def test_a_failure_is_an_exit_status(capsys, monkeypatch):

@@ -77,7 +77,14 @@ def run(folder: Path):
     """
 
     def run(
-        expression: str, threads: int = 32, blocks: int = 1, shared: int = 0, seed: int = 0, maps: Any = None, **given
+        expression: str,
+        threads: int = 32,
+        blocks: int = 1,
+        cluster: int = 1,
+        shared: int = 0,
+        seed: int = 0,
+        maps: Any = None,
+        **given,
     ):
         operands = {n: v for n, v in given.items() if isinstance(v, np.ndarray)}
         arguments = []
@@ -93,7 +100,16 @@ def run(folder: Path):
             tuple(Buffer(n, v.shape, v.dtype.name) for n, v in operands.items()),
             tuple(Buffer(n, *v) for n, v in given.items() if isinstance(v, tuple)),
             (),
-            (Launch(_kernel(folder, expression), (blocks, 1, 1), tuple(arguments), (threads, 1, 1), shared),),
+            (
+                Launch(
+                    _kernel(folder, expression),
+                    (blocks, 1, 1),
+                    tuple(arguments),
+                    (threads, 1, 1),
+                    shared,
+                    (cluster, 1, 1) if cluster > 1 else None,
+                ),
+            ),
         )
         plan.check("sm_90")
         return cuda_emulator.run(plan, operands, seed)
@@ -285,6 +301,23 @@ def test_blocks_wait_for_later_ones(folder):
 def test_mistakes_are_found(run, number, words):
     with pytest.raises(EmulatorError, match=words):
         run(f"mistakes<{number}>", threads=64, shared=64, out=((64,), "float32"))
+
+
+def test_registers_that_nobody_gives_up(run):
+    run("takes_registers<16>", threads=384, out=((384,), "float32"))
+    with pytest.raises(EmulatorError, match="setmaxnreg waits forever"):
+        run("takes_registers<8>", threads=384, out=((384,), "float32"))
+
+
+def test_blocks_of_a_cluster_read_each_other(run):
+    out = run("cluster_sums", threads=64, blocks=8, cluster=4, out=((8, 4), "float32"))["out"]
+    values = np.arange(32, dtype=np.float32).reshape(2, 4, 4).sum(1)
+    np.testing.assert_array_equal(out, values.repeat(4, 0))
+
+
+def test_a_block_that_has_ended_is_not_read(run):
+    with pytest.raises(EmulatorError, match="does not run"):
+        run("cluster_ends", threads=64, blocks=2, cluster=2, out=((64,), "float32"))
 
 
 def test_the_order_of_threads_is_random(run):

@@ -259,8 +259,13 @@ def test_a_kernel_that_takes_other_parameters_is_refused():
 def test_static_shared_memory_counts():
     plan = dataclasses.replace(BASE, launches=BASE.launches[1:])
     cubin = kernels.Cubin(b"1", "k", "d", 100_000, 32, "sm_120", ((0, 8), (8, 8)))
-    with pytest.raises(NotImplementedError, match=r"4,096 bytes of dynamic and 100,000 of static .* at most 101,376"):
+    with pytest.raises(NotImplementedError, match=r"4,096 bytes of dynamic and 98,976 of static .* at most 101,376"):
         launch.encode(plan, [cubin])
+
+
+def test_what_cuda_reserves_does_not_count():
+    plan = dataclasses.replace(BASE, launches=(dataclasses.replace(BASE.launches[1], shared_memory=232_448),))
+    launch.encode(plan, [kernels.Cubin(b"1", "k", "d", 1024, 32, "sm_90", ((0, 8), (8, 8)))])
 
 
 def test_equal_cubins_are_stored_once():

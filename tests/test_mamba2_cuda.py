@@ -44,11 +44,17 @@ def forward(p: Problem, operands: dict[str, np.ndarray], split: Split | None = N
     [
         (SMALL, None, 132),
         ({"seq": 64, "return_final_state": False, "state": 128}, None, 132),
-        ({**SCAN, "seq": 330, "batch": 1}, Split(2, 2, 3, 2), 132),
-        # 4 rows of 3 chunks in 3 ranges: rows that are cut pass their state on.
-        ({"seq": 140, "has_initial_state": True, "groups": 2}, Split(2, 1, 1, 3), 3),
+        ({**SCAN, "seq": 520, "batch": 1}, Split(2, 2, 3, 3), 132),
+        # 4 rows of 4 chunks in 3 ranges: rows that are cut pass their state on.
+        ({"seq": 200, "has_initial_state": True, "groups": 2}, Split(2, 1, 1, 4), 3),
         ({"seq": 48, "batch": 1, "heads": 2, "head_dim": 128, "has_D": True}, None, 132),
         ({**SCAN, "seq": 65, "heads": 2, "state": 256, "param_rows": 2, "dt_dtype": "bfloat16"}, None, 132),
+        ({**SCAN, "seq": 130, "batch": 1, "heads": 1, "state": 320}, None, 132),  # a state in two parts
+        (
+            {"seq": 16, "batch": 6, "has_D": True, "has_z": True, "return_final_state": False},
+            None,
+            2,
+        ),  # rows in a chunk
     ],
     ids=str,
 )

@@ -6,24 +6,30 @@ A compilation takes seconds, so there are few cases; tests/gpu/test_mamba3_backw
 import numpy as np
 import pytest
 
+from jax_ssd import config
 from jax_ssd.tools.check import relative_error
 from tests import cuda_emulator, emulation
 from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, exact_gradients, flat, gradients
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
-# SISO, ranks 2 to 5, both rotary modes, states, norm.
+# SISO, ranks 2 to 5, both rotary modes, states, norm; for "model..." walks and chunks are by warpgroups.
 EMULATED = {
     "siso_states": {"seq": 80},
     "group_per_head": {},
     "ranks_kept_norm": {},
     "states": {"heads": 1},
     "odd_sizes": {},
+    "siso_model": {"heads": 1},
+    "model_states": {"heads": 2},
+    "model_segments": {},
 }
 
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
     emulation.emulate(monkeypatch)
+    with config.override(target_arch="sm_90"):
+        yield
 
 
 @pytest.mark.parametrize("name", EMULATED)

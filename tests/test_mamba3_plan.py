@@ -53,22 +53,26 @@ def problem(
     )  # fmt: skip
 
 
-def test_sizes_of_the_plan():
-    made = plan.forward(problem(batch=4, seq=2048, heads=32, groups=1, final=True), archs=["sm_90"])
+@pytest.mark.parametrize(
+    ("archs", "heads", "kernels", "segments"),
+    [
+        (["sm_90"], 8, ("mamba3_pipeline", "mamba3_pipeline"), 4),
+        (["sm_90", "sm_100"], 32, ("mamba3_segment_ends", "mamba3_forward"), 3),
+    ],
+)
+def test_sizes_of_the_plan(archs, heads, kernels, segments):
+    made = plan.forward(problem(batch=4, seq=2048, heads=heads, groups=1, final=True), archs=archs)
     made.check("sm_90")
-    assert [launch.name.split("<")[0] for launch in made.launches] == [
-        "jax_ssd::mamba3_segment_ends",
-        "jax_ssd::mamba3_forward",
-    ]
+    assert [launch.name.split("<")[0] for launch in made.launches] == [f"jax_ssd::{kernel}" for kernel in kernels]
     ends, forward = made.launches
-    assert (ends.grid[0], forward.grid[0]) == (4 * 32 * 2, 4 * 32 * 3)
+    assert (ends.grid[0], forward.grid[0]) == (4 * heads * (segments - 1), 4 * heads * segments)
     assert isinstance(forward.kernel, CudaKernel)
-    assert forward.kernel.archs == ("sm_90",), "wgmma"
+    assert forward.kernel.archs == (("sm_90",) if archs == ["sm_90"] else ())
     shapes = {buffer.name: buffer.shape for buffer in (*made.results, *made.scratch)}
-    assert shapes["y"] == (4, 2048, 32, 64)
-    assert shapes["final_ssm"] == (4, 1, 32, 64, 128)
-    assert shapes["ends"] == (4, 32, 2, 64, 128)
-    assert shapes["phases"] == (4, 32, 2, 2, 32)
+    assert shapes["y"] == (4, 2048, heads, 64)
+    assert shapes["final_ssm"] == (4, 1, heads, 64, 128)
+    assert shapes["ends"] == (4, heads, segments - 1, 64, 128)
+    assert shapes["phases"] == (4, heads, segments - 1, 2, 32)
 
 
 def test_a_full_grid_is_one_launch():
@@ -102,7 +106,6 @@ def test_segments_cover_the_row():
         ({"head_dim": 192}, "multiple of 8, up to 128, got 192"),
         ({"state": 4, "pairs": 2}, "multiple of 8, up to 256, got 4"),
         ({"state": 512}, "multiple of 8, up to 256, got 512"),
-        ({"rank": 3}, "rank of 1, 2, 4 or 8 .*, got 3"),
         ({"pairs": 0}, "at least one rotated pair, got none"),
     ],
 )
@@ -133,9 +136,15 @@ def test_a_chunk_size_is_a_limit():
 
 def test_tiles_that_contradict_themselves():
     with pytest.raises(ValueError, match="rows must be 16, 32 or 64"):
-        plan.Tiles(48, 8, 1, 1, False)
+        plan.Tiles(48, 8, 1, 1, 1, False)
+    with pytest.raises(ValueError, match="teams must be 1 or 2"):
+        plan.Tiles(64, 16, 1, 1, 4, False)
+    with pytest.raises(ValueError, match="one block and 4 or 5 teams"):
+        plan.Tiles(64, 16, 1, 2, 4, True)
+    with pytest.raises(ValueError, match="does not serve"):
+        plan.forward(problem(dtype="float32"), plan.Tiles(64, 16, 1, 1, 4, True), ["sm_90"])
     with pytest.raises(ValueError, match="more than 16 rows"):
-        plan.forward(problem(), plan.Tiles(16, 8, 1, 1, False), ["sm_90"])
+        plan.forward(problem(), plan.Tiles(16, 8, 1, 1, 1, False), ["sm_90"])
 
 
 COMPILED = {
@@ -143,7 +152,7 @@ COMPILED = {
     "wgmma": ("sm_90", {"states": True, "final": True}),
     "float32": ("sm_90", {"dtype": "float32", "rotary": "half", "head_dim": 16, "state": 24, "pairs": 5}),
     "siso, packed": ("sm_120", {"rank": 1, "given": ("D", "z"), "sequences": 3, "states": True, "final": True}),
-    "two teams": ("sm_100", {"head_dim": 128, "state": 64, "rank": 8, "given": ("mimo_v", "norm_weight")}),
+    "rank 8": ("sm_100", {"head_dim": 128, "state": 64, "rank": 8, "given": ("mimo_v", "norm_weight")}),
 }
 
 

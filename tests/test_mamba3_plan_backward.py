@@ -62,7 +62,7 @@ VARIANTS = {
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_a_plan_is_sound_and_returns_every_gradient(changes):
     p = problem(**changes)
-    plan = backward(p)
+    plan = backward(p, archs=["sm_90"])
     plan.check("sm_90")
     moving = [b for b in p.operands if b.name != "dy" and not b.name.startswith("d_")]
     assert [(b.name, b.dtype) for b in plan.results] == [(f"grad_{b.name}", b.dtype) for b in moving]
@@ -76,9 +76,10 @@ def test_kernels_compile_for_every_architecture(arch):
     compile_plan(backward(problem(norm=True, initial=True, final=True, state=64, head_dim=32, pairs=16)), arch)
 
 
+@pytest.mark.parametrize("archs", [["sm_90"], ["sm_80", "sm_90"]], ids=len)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_kernels_compile_with_every_option(changes):
-    compile_plan(backward(problem(**changes)), "sm_90")
+def test_kernels_compile_with_every_option(changes, archs):
+    compile_plan(backward(problem(**changes), archs=archs), "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_the_kernels_do_not_do_is_refused_with_limit_and_figure(changes, wo
 
 
 def test_a_device_with_less_shared_memory_refuses_with_both_figures():
-    plan = backward(problem())
+    plan = backward(problem(), archs=["sm_86"])
     with pytest.raises(NotImplementedError, match=r"shared memory on sm_86: [\d,]+ bytes, at most 101,376"):
         plan.check("sm_86")
 
@@ -110,13 +111,45 @@ def test_a_tile_has_at_most_64_rows_whatever_the_rank_and_the_chunk():
         for chunk_size in (None, 1, 7, 64, 256):
             p = problem(rank=rank, chunk_size=chunk_size)
             assert rank <= ranks(p) < 2 * rank
-            assert heuristic(p).tokens * ranks(p) <= 64
+            assert heuristic(p, ["sm_90"]).tokens * ranks(p) <= 64
     with pytest.raises(NotImplementedError, match="a tile has 64"):
         backward(problem(), BackwardConfig(tokens=32))
 
 
 def test_few_chunks_share_the_heads_of_a_group_among_blocks():
-    assert heuristic(problem(batch=1, seq=256, heads=32)).parts > 1
-    assert heuristic(problem(groups=4)).parts == 1
+    assert heuristic(problem(batch=1, seq=256, heads=32), ["sm_90"]).parts > 1
+    assert heuristic(problem(groups=4), ["sm_90"]).parts == 1
     with pytest.raises(ValueError, match="at least 1"):
-        dataclasses.replace(heuristic(problem()), parts=0)
+        dataclasses.replace(heuristic(problem(), ["sm_90"]), parts=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "archs"),
+    [
+        ({}, ["sm_80", "sm_90"]),
+        ({"norm": True}, ["sm_90"]),
+        ({"rank": 3}, ["sm_90"]),
+        ({"rank": 1}, ["sm_90"]),  # with weights of ranks: too much shared memory
+        ({"fold": False}, ["sm_90"]),
+        ({"state": 64}, ["sm_90"]),
+        ({"head_dim": 128}, ["sm_90"]),
+        ({"pairs": 30}, ["sm_90"]),
+        ({"rank": None, "pairs": 64}, ["sm_90"]),  # too much shared memory
+        ({"chunk_size": 8}, ["sm_90"]),
+    ],
+)
+def test_warpgroups_serve_the_sizes_of_models_on_sm_90_alone(changes, archs):
+    assert heuristic(problem(), ["sm_90"]).warpgroups
+    assert not heuristic(problem(**changes), archs).warpgroups
+
+
+def test_few_heads_walk_a_row_in_segments():
+    assert heuristic(problem(batch=4, seq=2048, heads=32), ["sm_90"]).segments == 1
+    config = heuristic(problem(batch=1, seq=131_072, heads=32), ["sm_90"])
+    assert config.segments == 4
+    plan = backward(problem(batch=1, seq=131_072, heads=32), config)
+    assert [launch.name.split("<")[0] for launch in plan.launches[1:4]] == [
+        f"jax_ssd::mamba3_backward_{name}" for name in ("walk", "starts", "walk")
+    ]
+    with pytest.raises(ValueError, match="at least 1"):
+        dataclasses.replace(config, segments=0)

@@ -16,6 +16,8 @@ from tests.scan_float64 import problem
 EVERY = dict.fromkeys(("has_D", "has_dt_bias", "has_initial_state", "has_dfinal", "dt_softplus"), True)
 FIRST = {"batch": 4, "seq": 16384, "heads": 8, "groups": 1}
 WIDE = {"batch": 8, "seq": 4096, "heads": 80, "groups": 1}
+LONG = {"batch": 1, "seq": 131072, "heads": 128, "groups": 8}
+SWEEP = [{**FIRST, "state": state, "seq": seq << 10} for state in (64, 128, 256, 512) for seq in (16, 64, 256)]
 
 
 def model(**changes: Any) -> Problem:
@@ -30,7 +32,8 @@ def model(**changes: Any) -> Problem:
         ({"dtype": "float16"}, "x in bfloat16, got float16"),
         ({"dt_dtype": "float64"}, "dt in .* got float64"),
         ({"head_dim": 80}, "multiple of 64, got 80"),
-        ({"state": 256}, "64 or 128, got 256"),
+        ({"state": 96}, "multiple of 64 up to 512, got 96"),
+        ({"state": 576}, "multiple of 64 up to 512, got 576"),
         ({"seq": 63}, "64 tokens or more, got 63"),
         ({"chunk_size": 64}, "chunk_size of 128, got 64"),
         ({"has_z": True}, "no z"),
@@ -53,6 +56,10 @@ def test_small_calls_are_planned_where_the_blocks_are_given():
     plan_cuda_backward.backward(p, BackwardBlocks()).check("sm_90")
 
 
+def test_small_calls_that_no_other_kernel_takes_are_planned():
+    plan_cuda_backward.backward(model(batch=1, seq=128, heads=1, groups=1, state=512)).check("sm_90")
+
+
 def test_a_grid_that_no_gpu_takes_is_refused():
     p = model(batch=1 << 26, seq=128, heads=64, groups=64)
     with pytest.raises(NotImplementedError, match="grid axis x"):
@@ -73,17 +80,18 @@ def test_blocks_that_make_no_sense(changes):
         BackwardBlocks(**changes)
 
 
-@pytest.mark.parametrize("sizes", [FIRST, WIDE, {**WIDE, "state": 64}], ids=str)
-def test_scratch_is_less_than_half_of_what_is_read_and_written(sizes):
+@pytest.mark.parametrize("sizes", [*SWEEP, WIDE, LONG], ids=str)
+def test_memory_is_at_most_half_more_than_the_arrays_of_a_training_step(sizes):
     made = plan_cuda_backward.backward(model(**sizes))
-    scratch = sum(buffer.nbytes for buffer in made.scratch)
-    assert scratch <= 0.5 * sum(buffer.nbytes for buffer in (*made.operands, *made.results))
+    arrays, scratch = (sum(b.nbytes for b in some) for some in ((*made.operands, *made.results), made.scratch))
+    y = next(b.nbytes for b in made.operands if b.name == "x")  # which the forward has written
+    assert scratch <= 0.5 * (arrays + y)
 
 
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
     [
-        (FIRST, BackwardBlocks(16, 2, 1)),
+        (FIRST, BackwardBlocks(8, 1, 1)),
         (WIDE, BackwardBlocks(1, 2, 1)),
         ({"batch": 1, "seq": 64, "heads": 1, "groups": 1}, BackwardBlocks(1, 1, 1)),
         ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 4, 1)),
@@ -92,6 +100,17 @@ def test_scratch_is_less_than_half_of_what_is_read_and_written(sizes):
 )
 def test_heuristic(sizes, blocks):
     assert plan_cuda_backward.backward_blocks(model(**sizes)) == blocks
+
+
+@pytest.mark.parametrize(("state", "blocks"), [(192, 3), (256, 2), (512, 4)])
+def test_large_states_are_walked_and_accumulated_in_blocks_of_columns(state, blocks):
+    made = plan_cuda_backward.backward(model(batch=2, seq=1000, heads=4, groups=1, state=state), BackwardBlocks(2))
+    grids = {one.name.split("<")[0]: one.grid[0] for one in made.launches}
+    assert "chunk_gradients" not in grids
+    assert grids["pair_gradients"] == 2 * 8
+    assert grids["state_gradients"] == 2 * 8 * blocks
+    assert grids["walk"] == 2 * 2 * 2 * 2 * blocks
+    assert {b.name: b.shape[0] for b in made.scratch}["decay_gradient"] == 1 + blocks
 
 
 @pytest.mark.parametrize("heads", [1, 3, 24, 80])
@@ -116,6 +135,8 @@ def test_every_row_and_head_has_its_block(heads, row_slices):
         (WIDE, BackwardBlocks(1, 2, 2)),
         ({**EVERY, "seq": 900, "heads": 3, "groups": 1, "dt_dtype": "float16"}, BackwardBlocks(2)),
         ({**EVERY, "seq": 900, "state": 64, "head_dim": 128, "param_rows": 2}, BackwardBlocks(2)),
+        ({**EVERY, "seq": 900, "state": 512, "heads": 4, "groups": 1}, BackwardBlocks(2, 1, 2)),
+        ({"seq": 900, "state": 192}, BackwardBlocks(2)),
     ],
     ids=str,
 )

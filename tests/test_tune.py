@@ -23,6 +23,7 @@ from jax_ssd import config, dispatch, launch, op, paths, search, sizes, timing, 
 from jax_ssd.mamba2 import choices, plan, plan_cuda
 from jax_ssd.mamba3.problem import Problem as Mamba3Problem
 from jax_ssd.plans import Buffer
+from jax_ssd.tools import tune as tune_tool
 from tests.scan_float64 import problem
 
 ARCH = "sm_90"
@@ -137,12 +138,12 @@ SMALL = dataclasses.replace(PROBLEM, batch=1, seq=128)
 
 def test_a_record_far_away_leaves_small_calls_to_other_implementations(monkeypatch):
     store(LARGE, implementation="cuda")
-    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+    with pytest.raises(NotImplementedError, match="fill 32 thread blocks or more, got 8"):
         choices.CUDA_FORWARD(SMALL)
     store(SMALL, implementation="cuda")
-    assert choices.CUDA_FORWARD(SMALL).launches[-1].grid == (2, 1, 1)
+    assert choices.CUDA_FORWARD(SMALL).launches[-1].grid == (8, 1, 1)
     change_kernels(monkeypatch)
-    with pytest.raises(NotImplementedError, match="fill 66 thread blocks or more, got 2"):
+    with pytest.raises(NotImplementedError, match="fill 32 thread blocks or more, got 8"):
         choices.CUDA_FORWARD(SMALL)
 
 
@@ -371,6 +372,36 @@ def test_autotune_finds_the_best_and_combines(bench, own_file, capsys):
             assert [{}, 100.0] in result["tried"]
     planned = jax_ssd.dispatch_paths(jax.jit(CALL["forward"][0]), *operands, platform="cuda")[0].plan
     assert planned is not None
+
+
+def test_a_quick_search_tries_the_likeliest_of_what_would_run(bench, capsys):
+    function, operands = CALL["backward"]
+    found = jax_ssd.autotune(function, *operands, quick=True)
+    assert [one.op for one in found] == ["mamba2_forward", "mamba2_backward"]  # of one implementation each
+    assert all(1 < one.tried <= search.LIKELY for one in found)
+    assert len(bench.timed) <= 2 * (search.LIKELY + search.FINALISTS + 1)
+
+
+def test_what_was_fastest_elsewhere_is_likely():
+    store(chunk=32, occupancy=3)
+    far = dataclasses.replace(PROBLEM, seq=1 << 18, batch=64)
+    tried = search.likely(choices.FORWARD, far, ARCH)
+    start = choices.FORWARD.heuristic(far)
+    assert tried[0] == start and tried[1] == dataclasses.replace(start, chunk=32, occupancy=3)
+    assert len(set(tried)) == len(tried) <= search.LIKELY
+    other = dataclasses.replace(PROBLEM, state=64)
+    assert dataclasses.replace(choices.FORWARD.heuristic(other), chunk=32, occupancy=3) not in search.likely(
+        choices.FORWARD, other, ARCH
+    )
+
+
+def test_the_tune_command_foretells(capsys, own_file):
+    words = ["sweep_n128_t1k", "--quick", "--dry-run", "--arch", "sm_90"]
+    assert tune_tool.main(words) == 0
+    quick = capsys.readouterr().out
+    assert tune_tool.main([word for word in words if word != "--quick"]) == 0
+    assert "plans" in quick and int(quick.split()[2]) < int(capsys.readouterr().out.split()[2])
+    assert not own_file.exists()
 
 
 def test_autotune_goes_on_where_it_was_interrupted(bench, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ class Peer:
 
     name: str = ""
     framework: str = "jax"  # or "torch"
-    most_calls: int = 16  # calls unrolled in one program; fewer where the compiler is slow on them
-    custom_call: str | None = None  # target that the compiled program must contain, as often as it calls the op
+    most_calls: int = 48  # calls unrolled in one program; fewer where the compiler is slow on them
+    custom_call: str | None = None  # target of its kernels in the compiled program
+    must_call: bool = True  # whether a program without them is no program of this implementation
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
         """Why this pass of this case cannot run, or None."""
@@ -54,6 +56,10 @@ class Peer:
     def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
         """(state, *operands of one token) -> (state, y); torch peers update the state in place."""
         raise NotImplementedError
+
+    def rehearsal(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call at a size that only serves to compile: what is tuned meanwhile does not stay."""
+        return contextlib.nullcontext()
 
     def notes(self) -> dict[str, Any]:
         """Facts for the result file: versions, tuned configurations."""

@@ -18,9 +18,9 @@ KERNELS = ("cutile", "cuda")
 class Own(JaxPeer):
     def __init__(self, name: str, implementation: str | None, precision: str | None) -> None:
         self.name, self.implementation, self.precision = name, implementation, precision
-        if implementation in KERNELS:
-            self.custom_call = "jax_ssd.launch"
-        elif implementation is not None:
+        if implementation in (None, *KERNELS):
+            self.custom_call, self.must_call = "jax_ssd.launch", implementation is not None
+        else:
             self.most_calls = 2
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
@@ -43,6 +43,8 @@ class Own(JaxPeer):
     def step(self, case: Case, variant: Variant) -> Callable[..., Any]:
         import jax_ssd
 
+        if case.rank:
+            return lambda state, *operands: mamba3.step(case, state, operands, implementation=self.implementation)
         settings = self._settings(case)
         return lambda state, x, dt, A, B, C, D, dt_bias=None: jax_ssd.mamba2_step(
             state, x, dt, A, B, C, D, dt_bias=dt_bias, **settings

@@ -79,7 +79,11 @@ def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
 
 def _cuda_forward_values(p: Problem) -> Values:
     chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p).segments
-    return {"blocks": (1, 2), "chunks_per_segment": [math.ceil(chunks / n) for n in _around(start, chunks)]}
+    return {
+        "warpgroups": (1, 2),
+        "blocks": (1, 2),
+        "chunks_per_segment": [math.ceil(chunks / n) for n in _around(start, chunks)],
+    }
 
 
 def _cuda_backward(p: Problem, blocks: plan_cuda_backward.BackwardBlocks | None) -> Plan:
@@ -141,7 +145,7 @@ CUDA_FORWARD = Tunable(
     _cuda_forward,
     plan_cuda.split,
     _cuda_forward_values,
-    local=("segments", "chunks_per_segment"),
+    local=("warpgroups", "blocks", "segments", "chunks_per_segment"),
 )
 CUDA_BACKWARD = Tunable(
     "mamba2_backward",

@@ -7,7 +7,8 @@ the cuTile kernels do faster.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from jax_ssd.mamba2 import plan
 from jax_ssd.mamba2.problem import Problem
@@ -22,24 +23,28 @@ BLOCK = 64  # channels of one head whose states a warpgroup holds together
 TILE = CHUNK * BLOCK * 2  # bytes
 SCALARS = 4 * CHUNK * 4  # bytes of the decays of one chunk of one block
 WARPGROUP = 128  # threads
-REGISTERS = 65_536  # of a multiprocessor
-COPY_REGISTERS, COMPUTE_REGISTERS = 24, 240  # of a thread that copies, and of one that computes
-MOST_BLOCKS = 4  # of a thread block: each of the four copying warps prepares the scalars of one
-STATES = (64, 128, 256)  # those that were run
+MOST_WARPGROUPS = 2  # that compute; with a third there are too few registers
+MOST_BLOCKS = 4  # of a thread block: each of the four providing warps prepares the scalars of one
+STATE_STEP, MOST_STATE = 64, 512
+PART_STATE = 256  # most of a state that one warpgroup keeps
 MOST_STATE_ELEMENTS = 2 * BLOCK * 128  # of one warpgroup, half of its registers
 SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
 MOST_STAGES = 4
+SHORTEST_ROOM = 16  # tokens of a chunk that a batch row gets which shares it
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
-SHORTEST_SEGMENT = 4  # chunks
-FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # with fewer the cuTile kernels, which divide the heads finer, are faster
+FEWEST_THREAD_BLOCKS = 32  # with so many the cuTile kernels took 13 to 27 % longer, fewer were not timed
+# How long a chunk takes a thread block of so many warpgroups that compute, of so many blocks each.
+CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.62, (1, 2): 0.85, (1, 1): 0.5}
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
-STATE_COST, SEGMENT_COST = 0.5, 4
+STATE_COST, SEGMENT_COST = 0.5, 1.5
 CARRY_THREADS = 128
 
 
 @dataclass(frozen=True)
 class Split:
     """How the work is divided. warpgroups: of a thread block, those that compute; blocks: of 64 channels, of each.
+
+    A state of more than 256 is kept by two warpgroups.
 
     segments: of each row, chunks_per_segment long. With one, rows are lined up and cut into equal ranges.
     """
@@ -53,10 +58,9 @@ class Split:
         for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
-        wanted = WARPGROUP * (COPY_REGISTERS + self.warpgroups * COMPUTE_REGISTERS)
-        if wanted > REGISTERS:  # they would wait for each other's registers forever
+        if self.warpgroups > MOST_WARPGROUPS:  # they would wait for each other's registers forever
             raise ValueError(
-                f"Split.warpgroups={self.warpgroups} wants {wanted} registers, a multiprocessor has {REGISTERS}."
+                f"Split.warpgroups={self.warpgroups}: a multiprocessor has registers for {MOST_WARPGROUPS}."
             )
         if self.warpgroups * self.blocks > MOST_BLOCKS:
             raise ValueError(
@@ -75,18 +79,15 @@ def check_supported(problem: Problem) -> None:
         raise NotImplementedError(
             f"the CUDA C++ kernels take a head_dim that is a multiple of {BLOCK}, got {p.head_dim}"
         )
-    if p.state not in STATES:
+    if p.state % STATE_STEP or p.state > MOST_STATE:
         raise NotImplementedError(
-            f"the CUDA C++ kernels take a state size of {', '.join(map(str, STATES))}, got {p.state}"
+            f"the CUDA C++ kernels take a state size that is a multiple of {STATE_STEP}, at most {MOST_STATE}, got "
+            f"{p.state}"
         )
-    if group_blocks(p) % 2:
+    if p.seq < SHORTEST_SEQ and not stateless(p):
         raise NotImplementedError(
-            f"the CUDA C++ kernels take an even number of {BLOCK}-channel blocks per group, got {group_blocks(p)}"
-        )
-    if p.seq < SHORTEST_SEQ:
-        raise NotImplementedError(
-            f"the CUDA C++ kernels take rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones are faster in "
-            f"smaller tiles"
+            f"the CUDA C++ kernels take rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones with a state "
+            f"are faster in smaller tiles"
         )
     if p.dt_limit[0] < 0 and not p.dt_softplus:
         raise NotImplementedError(
@@ -103,17 +104,79 @@ def group_blocks(problem: Problem) -> int:
     return problem.heads // problem.groups * (problem.head_dim // BLOCK)
 
 
-def split(problem: Problem) -> Split:
-    """The heuristic."""
+def parts(problem: Problem) -> int:
+    """Warpgroups that share the state of a block."""
+    return math.ceil(problem.state / PART_STATE)
+
+
+def padded_state(problem: Problem) -> int:
+    """The state with the zeros that fill its parts."""
+    return parts(problem) * 64 * math.ceil(problem.state / (64 * parts(problem)))
+
+
+def stateless(problem: Problem) -> bool:
+    """Whether rows start from nothing, end in their first chunk, and nobody asks for their state."""
     p = problem
-    blocks = 2 if 2 * BLOCK * p.state <= MOST_STATE_ELEMENTS and group_blocks(p) % 4 == 0 else 1
-    rows = p.batch * p.heads * (p.head_dim // BLOCK) // (2 * blocks)
+    wanted = p.has_initial_state or p.return_final_state
+    return p.seq <= CHUNK and not wanted and p.param_rows == 1 and parts(p) == 1
+
+
+def together(problem: Problem) -> int:
+    """Batch rows that share a chunk."""
+    return CHUNK // max(SHORTEST_ROOM, 1 << (problem.seq - 1).bit_length()) if stateless(problem) else 1
+
+
+def shortest_piece(problem: Problem) -> int:
+    """Tokens of a row's piece in whose y its start state finds room."""
+    return 2 * padded_state(problem)
+
+
+def split(problem: Problem) -> Split:
+    """The heuristic: the division in which the busiest thread block is done first."""
+    return min(_splits(problem), key=lambda division: _cost(problem, division))
+
+
+def _splits(problem: Problem) -> Iterator[Split]:
+    """Divisions worth trying, the one with the most blocks to a thread block first."""
+    p = problem
     chunks = math.ceil(p.seq / CHUNK)
-    segments = max(1, min(MULTIPROCESSORS // rows, chunks // SHORTEST_SEGMENT))
-    per_segment = math.ceil(chunks / segments)
-    if per_segment * (1 + STATE_COST) + SEGMENT_COST >= chunks:
-        per_segment = chunks
-    return Split(2, blocks, math.ceil(chunks / per_segment), per_segment)
+    for warpgroups, blocks in CHUNK_COSTS:
+        if not _fits(p, warpgroups, blocks):
+            continue
+        rows = _rows(p, warpgroups, blocks)
+        yield Split(warpgroups, blocks, 1, chunks)
+        for wanted in range(2, min(MULTIPROCESSORS // rows, p.seq // shortest_piece(p)) + 1):
+            per_segment = math.ceil(chunks / wanted)
+            segments = math.ceil(chunks / per_segment)
+            if _shortest_segment(p, segments, per_segment) >= shortest_piece(p):
+                yield Split(warpgroups, blocks, segments, per_segment)
+
+
+def _fits(problem: Problem, warpgroups: int, blocks: int) -> bool:
+    """Whether blocks are shared out without a rest, and a warpgroup has registers for its states."""
+    p = problem
+    whole = warpgroups % parts(p) == 0 and group_blocks(p) % (warpgroups // parts(p) * blocks) == 0
+    return whole and blocks * BLOCK * padded_state(p) // parts(p) <= MOST_STATE_ELEMENTS
+
+
+def _rows(problem: Problem, warpgroups: int, blocks: int) -> int:
+    p = problem
+    return math.ceil(p.batch / together(p)) * p.heads * (p.head_dim // BLOCK) // (warpgroups // parts(p) * blocks)
+
+
+def _shortest_segment(problem: Problem, segments: int, per_segment: int) -> int:
+    """In tokens."""
+    return min(per_segment * CHUNK, problem.seq - (segments - 1) * per_segment * CHUNK)
+
+
+def _cost(problem: Problem, division: Split) -> float:
+    """How long the busiest thread block takes."""
+    d = division
+    rows = _rows(problem, d.warpgroups, d.blocks)
+    chunk = CHUNK_COSTS[d.warpgroups, d.blocks]
+    if d.segments == 1:
+        return chunk * d.chunks_per_segment * max(1.0, rows / MULTIPROCESSORS)
+    return chunk * d.chunks_per_segment * (1 + STATE_COST) + SEGMENT_COST
 
 
 def forward(problem: Problem, config: Split | None = None) -> Plan:
@@ -130,7 +193,7 @@ def forward(problem: Problem, config: Split | None = None) -> Plan:
     if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
         raise NotImplementedError(
             f"the CUDA C++ kernels take calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
-            f"{chosen.thread_blocks}: smaller ones are faster in smaller pieces"
+            f"{chosen.thread_blocks}: smaller ones are left to the cuTile kernels"
         )
     return chosen.plan()
 
@@ -141,12 +204,15 @@ def _check_split(problem: Problem, config: Split) -> None:
     chunks = math.ceil(p.seq / CHUNK)
     if not (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment:
         raise ValueError(f"{c} does not divide the {chunks} chunks of a row: a segment is empty or tokens are left")
-    if group_blocks(p) % (c.warpgroups * c.blocks):
-        raise ValueError(f"{c} does not divide {group_blocks(p)} blocks of a group")
-    if c.blocks * BLOCK * p.state > MOST_STATE_ELEMENTS:
+    if not _fits(p, c.warpgroups, c.blocks):
         raise ValueError(
-            f"{c} gives a warpgroup {c.blocks * BLOCK * p.state} elements of state, {MOST_STATE_ELEMENTS} fit its "
-            f"registers"
+            f"{c} does not divide {group_blocks(p)} blocks of a group, with a state in {parts(p)} parts, or its "
+            f"warpgroups keep more than {MOST_STATE_ELEMENTS} elements of state"
+        )
+    shortest = _shortest_segment(p, c.segments, c.chunks_per_segment)
+    if c.segments > 1 and shortest < shortest_piece(p):
+        raise ValueError(
+            f"{c} has a segment of {shortest} tokens: its start state takes the room of {shortest_piece(p)} in y"
         )
 
 
@@ -157,42 +223,51 @@ class _Forward:
         p, c = problem, config
         self.problem, self.config = problem, config
         self.all_blocks = p.heads * (p.head_dim // BLOCK)
-        self.blocks_here = c.warpgroups * c.blocks
-        self.rows = p.batch * self.all_blocks // self.blocks_here
+        self.blocks_here = c.warpgroups // parts(p) * c.blocks
+        self.rows = _rows(p, c.warpgroups, c.blocks)
         self.thread_blocks = self.rows * c.segments if c.segments > 1 else min(self.rows, MULTIPROCESSORS)
         self.operands = plan.scan_operands(p)
         y = Buffer("y", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)
         final = Buffer("final_state", (p.batch, p.heads, p.head_dim, p.state), "float32")
         self.results = (y, final) if p.return_final_state else (y,)
-        slots = (self.rows * (c.segments - 1) if c.segments > 1 else self.thread_blocks, self.blocks_here)
-        self.scratch = (
-            Buffer("states", (*slots, BLOCK * p.state), "float32"),
-            Buffer("totals", slots, "float32"),
-            Buffer("flags", (self.thread_blocks, c.warpgroups), "int32"),
-        )
+        totals = Buffer("totals", (self.rows, c.segments - 1, self.blocks_here), "float32")
+        flags = Buffer("flags", (self.thread_blocks, c.warpgroups), "int32")
+        self.scratch = (totals,) if c.segments > 1 else (flags,) if self.cuts_rows() else ()
 
     def plan(self) -> Plan:
+        whole = self.walk(self.thread_blocks, False)
         if self.config.segments > 1:
-            segmented = self.rows * (self.config.segments - 1)
-            launches = (self.walk(segmented, True), self.carry(), self.walk(self.thread_blocks, False))
+            launches = (self.walk(self.rows * (self.config.segments - 1), True), self.carry(), whole)
         else:
-            launches = (self.clear(), self.walk(self.thread_blocks, False))
+            launches = (self.clear(), whole) if self.cuts_rows() else (whole,)
+        # Copies of a walk start at once, so the first kernel of the plan must come after all others.
+        launches = (replace(launches[0], pdl=False), *launches[1:])
         return Plan("mamba2_forward", self.operands, self.results, self.scratch, launches, {})
+
+    def cuts_rows(self) -> bool:
+        """Whether a row of the line of chunks is divided among thread blocks: kernels' `Pieces::cut`."""
+        chunks = math.ceil(self.problem.seq / CHUNK)
+        cuts = (self.rows * chunks * i // self.thread_blocks % chunks for i in range(self.thread_blocks))
+        return any(cut and self.problem.seq - cut * CHUNK >= shortest_piece(self.problem) for cut in cuts)
+
+    def types(self) -> str:
+        p = self.problem
+        return f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}, {together(p)}>"
+
+    def division(self, slots: int, stages: int) -> str:
+        c = self.config
+        sizes = (c.warpgroups, c.blocks, parts(self.problem), c.segments, c.chunks_per_segment, slots, stages)
+        return f"Split<{', '.join(map(str, sizes))}>"
 
     def walk(self, thread_blocks: int, state_only: bool) -> Launch:
         """Over the chunks of a row or segment: y, or only the state at its end."""
         p, c = self.problem, self.config
-        tiles = p.state // 64
-        stage = TILE * (tiles * (1 if state_only else 2) + self.blocks_here) + SCALARS * self.blocks_here
-        kept = 8 * self.blocks_here + (0 if state_only else 2 * TILE * self.blocks_here)
-        stages = min(MOST_STAGES, (SHARED_MEMORY - kept) // (stage + 16))
-        sizes = f"Sizes<{p.batch}, {p.seq}, {p.heads}, {p.groups}, {p.head_dim}, {p.state}>"
-        division = f"Split<{c.warpgroups}, {c.blocks}, {c.segments}, {c.chunks_per_segment}, {stages}>"
-        flags = (p.param_rows == 1, p.dt_softplus, p.has_dt_bias, p.has_D, p.has_z, p.has_initial_state)
+        slots, stages, shared_memory = self.shared_memory(state_only)
+        flags = (stateless(p), p.param_rows == 1, p.dt_softplus, p.has_dt_bias, p.has_D, p.has_z, p.has_initial_state)
         chosen = ", ".join(str(flag).lower() for flag in (state_only, *flags, p.return_final_state))
-        types = f"{CPP_TYPES[p.dtype]}, {CPP_TYPES[p.dt_dtype]}"
+        types = f"{CPP_TYPES[p.dtype]}, {CPP_TYPES[p.dt_dtype]}, {self.types()}, {self.division(slots, stages)}"
         return Launch(
-            self.kernel(f"forward<{types}, {sizes}, {division}, Options<{chosen}>>"),
+            self.kernel(f"forward<{types}, Options<{chosen}>>"),
             (thread_blocks, 1, 1),
             (
                 self.channels_map("x"),
@@ -200,21 +275,36 @@ class _Forward:
                 self.group_map("C"),
                 self.channels_map("z" if p.has_z else "x"),
                 self.channels_map("y"),
-                *self.arrays("dt", "dt_bias", "A", "D", "initial_state", "states", "totals", "flags", "final_state"),
+                *self.arrays("dt", "dt_bias", "A", "D", "initial_state", "y", "totals", "flags", "final_state"),
                 *(ScalarArg(limit, "float32") for limit in p.dt_limit),
             ),
             block=(WARPGROUP * (1 + c.warpgroups), 1, 1),
-            shared_memory=stages * (stage + 16) + kept,
+            shared_memory=shared_memory,
             pdl=True,
         )
 
+    def shared_memory(self, state_only: bool) -> tuple[int, int, int]:
+        """Tiles of B and C (slots) and chunks of x (stages) that are there at a time, and bytes in all."""
+        slot, stage = TILE * padded_state(self.problem) // 64, TILE * self.blocks_here
+
+        def bytes_of(slots: int, stages: int) -> int:
+            barriers = 2 * (slots + stages + 1) + self.blocks_here
+            tiles = slots * slot + stages * stage + (0 if state_only else 2 * stage)  # the last: S and y
+            return tiles + stages * self.blocks_here * SCALARS + 8 * barriers
+
+        if state_only:
+            slots = stages = max(n for n in range(1, MOST_STAGES + 1) if bytes_of(n, n) <= SHARED_MEMORY)
+        else:
+            slots, stages = max(n for n in (3, 4) if bytes_of(n, 2) <= SHARED_MEMORY), 2
+        return slots, stages, bytes_of(slots, stages)
+
     def carry(self) -> Launch:
         """End states of segments to start states of those that follow."""
-        slots, size = self.config.segments - 1, BLOCK * self.problem.state
+        pieces = self.rows * self.blocks_here * BLOCK * padded_state(self.problem) // 4
         return Launch(
-            self.kernel(f"carry_states<{slots}, {self.blocks_here}, {size}>"),
-            (self.rows * self.blocks_here * size // 4 // CARRY_THREADS, 1, 1),
-            (ArrayArg("states"), ArrayArg("totals")),
+            self.kernel(f"carry_states<{self.types()}, {self.division(1, 1)}>"),
+            (pieces // CARRY_THREADS, 1, 1),
+            (ArrayArg("y"), ArrayArg("totals")),
             block=(CARRY_THREADS, 1, 1),
             pdl=True,
         )
@@ -227,7 +317,6 @@ class _Forward:
             (math.ceil(count / CARRY_THREADS), 1, 1),
             (ArrayArg("flags"), ScalarArg(count, "int32")),
             block=(CARRY_THREADS, 1, 1),
-            pdl=True,
         )
 
     def kernel(self, expression: str) -> CudaKernel:
@@ -240,8 +329,12 @@ class _Forward:
     def channels_map(self, buffer: str) -> TensorMapArg:
         """x, z or y as [batch, seq, blocks, 64]: a chunk of one block is a tile, and a tail past seq reads as zero."""
         shape = (self.problem.batch, self.problem.seq, self.all_blocks, BLOCK)
-        return TensorMapArg(buffer, (1, CHUNK, 1, BLOCK), shape=shape, swizzle=128, l2_promotion=128)
+        return TensorMapArg(buffer, (*self.chunk(), 1, BLOCK), shape=shape, swizzle=128, l2_promotion=128)
 
     def group_map(self, buffer: str) -> TensorMapArg:
         """B or C: a chunk of one group is a tile for every 64 of the state."""
-        return TensorMapArg(buffer, (1, CHUNK, 1, 64), swizzle=128, l2_promotion=128)
+        return TensorMapArg(buffer, (*self.chunk(), 1, 64), swizzle=128, l2_promotion=128)
+
+    def chunk(self) -> tuple[int, int]:
+        """Batch rows and tokens of each."""
+        return together(self.problem), CHUNK // together(self.problem)

@@ -6,15 +6,28 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_ssd.mamba2.plan import ITEM_SIZE, scan_operands
+from jax_ssd.mamba2 import plan
+from jax_ssd.mamba2.plan import scan_operands
 from jax_ssd.mamba2.problem import Problem
-from jax_ssd.plans import MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg, TensorMapArg
+from jax_ssd.plans import (
+    MAX_CLUSTER,
+    MULTIPROCESSORS,
+    Argument,
+    ArrayArg,
+    Buffer,
+    Launch,
+    Plan,
+    ScalarArg,
+    TensorMapArg,
+)
 from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 DT_TYPES = {**CUDA_TYPES, "float32": "float"}
-STATES = (64, 128)
+LARGEST_STATE = 512
 FILE = "mamba2_backward.cu"
+CHUNK_FILE = "mamba2_chunk_gradients.cu"
+LARGE_FILE = "mamba2_large_states.cu"
 
 # As in the kernels.
 CHUNK = 128
@@ -22,15 +35,20 @@ WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
 PAIR_TILES = 36
+PAIR_THREADS = 320
+STATE_THREADS = 640
+MOST_COLUMNS = 128  # of a state, in one block
 HEAD_TILE = 32
 THREADS = 256
+PAIR_MEMORY = 8 * TILE + PAIR_TILES * (1024 + 512) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
 
-FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, as in the forward
+FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, if those take them
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
-STATE_SHARE = 0.375  # of what the backward reads and writes anyway: so much memory its chunk states may take
-SMALL_STATES = 16 << 20  # bytes of chunk states that nobody misses
+SCRATCH_SHARE = 0.48  # of the arrays of a training step, y among them: so much memory the backward may take besides
+SMALL_SCRATCH = 64 << 20  # bytes that nobody misses
+MOST_TURNS = 16
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
 
 
@@ -39,7 +57,7 @@ class BackwardBlocks:
     """The choices behind a plan that change its speed and memory, but not its result beyond rounding.
 
     segments: pieces of a row that are walked at the same time. row_slices: the rows are taken in so many turns, which
-    share the memory for chunk states. head_blocks: so many blocks share the heads of a group.
+    share the memory for chunk states. head_blocks: so many blocks, a cluster, share the heads of a group.
     """
 
     segments: int = 1
@@ -55,34 +73,41 @@ class BackwardBlocks:
 
 
 def backward_blocks(problem: Problem) -> BackwardBlocks:
-    """The heuristic: as few turns as the memory for states allows, and blocks that fill the GPU."""
+    """The heuristic: blocks that leave the least of the GPU idle, of those whose scratch is within its share."""
+    p = problem
+    one = _Backward(p, BackwardBlocks())
+    arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
+    allowed = max(SMALL_SCRATCH, SCRATCH_SHARE * (arrays + y))
+    candidates = [_blocks(p, math.ceil(p.batch / turns)) for turns in range(1, min(p.batch, MOST_TURNS) + 1)]
+
+    def cost(blocks: BackwardBlocks) -> tuple[float, int, int]:
+        made = _Backward(p, blocks)
+        return max(made.scratch_bytes(), allowed), made.time(), blocks.row_slices
+
+    return min(candidates, key=cost)
+
+
+def _blocks(problem: Problem, rows: int) -> BackwardBlocks:
+    """How to divide the work where so many rows are taken at once."""
     p = problem
     chunks, units = math.ceil(p.seq / CHUNK), p.heads * p.head_dim // WIDTH
-    arrays = ITEM_SIZE[p.dtype] * p.batch * p.seq * (3 * p.heads * p.head_dim + 4 * p.groups * p.state)
-    states = ITEM_SIZE[p.dtype] * 2 * p.batch * units * chunks * WIDTH * p.state
-    slices = 1 if states <= SMALL_STATES else min(p.batch, math.ceil(states / (STATE_SHARE * arrays)))
-    rows = math.ceil(p.batch / slices)
-    walks = 2 * rows * units // _walk_heads(p)
+    walks = 2 * rows * (p.state // _columns(p)) * units // _walk_heads(p)
     fill = 4 // _walk_heads(p) * MULTIPROCESSORS
     segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    return BackwardBlocks(
-        segments, math.ceil(p.batch / rows), _head_blocks(units // p.groups, rows * chunks * p.groups)
-    )
-
-
-def _head_blocks(units: int, blocks: int) -> int:
-    """Into how many parts to divide the units of a group, with so many blocks if they stay together."""
-
-    def time(parts: int) -> int:
-        waves = math.ceil(blocks * parts / MULTIPROCESSORS)
-        return waves * (math.ceil(units / parts) + HEAD_OVERHEAD + (parts > 1))
-
-    return min(range(1, units + 1), key=time)
+    slices = math.ceil(p.batch / rows)
+    most = most_pieces(p)["head_blocks"]
+    parts = [BackwardBlocks(segments, slices, parts) for parts in range(1, most + 1)]
+    return min(parts, key=lambda blocks: _Backward(p, blocks).time())
 
 
 def _walk_heads(problem: Problem) -> int:
     """Units that walk together because they read the same B and C."""
     return 1 if problem.heads * problem.head_dim // WIDTH // problem.groups % 2 else 2
+
+
+def _columns(problem: Problem) -> int:
+    """Columns of the state that a block walks, or whose dB and dC it has in registers."""
+    return MOST_COLUMNS if problem.state % MOST_COLUMNS == 0 else MOST_COLUMNS // 2
 
 
 def check_supported(problem: Problem) -> None:
@@ -93,7 +118,10 @@ def check_supported(problem: Problem) -> None:
         (p.dtype != "bfloat16", f"x in bfloat16, got {p.dtype}"),
         (p.dt_dtype not in DT_TYPES, f"dt in {', '.join(DT_TYPES)}, got {p.dt_dtype}"),
         (p.head_dim % WIDTH, f"a head_dim that is a multiple of {WIDTH}, got {p.head_dim}"),
-        (p.state not in STATES, f"a state size of {' or '.join(map(str, STATES))}, got {p.state}"),
+        (
+            p.state % WIDTH or p.state > LARGEST_STATE,
+            f"a state size that is a multiple of {WIDTH} up to {LARGEST_STATE}, got {p.state}",
+        ),
         (p.seq < SHORTEST_SEQ, f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks"),
         (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
         (p.has_z, "no z: use implementation='cutile', or gate outside"),
@@ -117,7 +145,7 @@ def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
                 raise ValueError(f"BackwardBlocks.{name} must be at most {most} here, got {getattr(config, name)}.")
         return _Backward(problem, config).plan()
     chosen = _Backward(problem, backward_blocks(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
         raise NotImplementedError(
             f"the CUDA C++ backward takes calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
             f"{chosen.thread_blocks}: smaller ones are divided finer by implementation='cutile'"
@@ -129,7 +157,7 @@ def most_pieces(problem: Problem) -> dict[str, int]:
     """Into how many pieces BackwardBlocks can divide the chunks of a row, the rows, and the heads of a group."""
     p = problem
     units = p.heads * p.head_dim // WIDTH // p.groups
-    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": units}
+    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": min(units, MAX_CLUSTER)}
 
 
 class _Backward:
@@ -146,7 +174,20 @@ class _Backward:
         self.block_units = math.ceil(self.units // p.groups / config.head_blocks)
         self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
         self.walk_heads = _walk_heads(p)
+        self.columns = _columns(p)
+        self.column_blocks = p.state // self.columns
+        # One of the pairs, and one of what enters a chunk in each block of columns, unless one kernel does it all.
+        self.decay_parts = 1 + self.column_blocks if self.column_blocks > 1 else 1
         self.thread_blocks = self.head_blocks * p.groups * self.chunks * self.rows
+
+    def time(self) -> int:
+        """Of the chunks, in heads that one block after the other takes on."""
+        waves = math.ceil(self.thread_blocks / MULTIPROCESSORS)
+        turns = math.ceil(self.problem.batch / self.rows)
+        return turns * waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
+
+    def scratch_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.scratch())
 
     def operands(self) -> tuple[Buffer, ...]:
         p = self.problem
@@ -167,7 +208,7 @@ class _Backward:
         per_head, per_unit = (p.batch, p.heads), (p.batch, self.units)
         state, tokens = (WIDTH, p.state), self.chunks * CHUNK
         boundaries = (self.rows, self.units, self.segments, *state)
-        groups = (self.head_blocks, p.batch, p.seq, p.groups, p.state)
+        blocks = (self.rows, self.chunks, p.groups, self.head_blocks)
         buffers = (
             (True, Buffer("step", (*per_head, tokens), f32)),
             (True, Buffer("decay", (*per_head, tokens), f32)),
@@ -176,12 +217,11 @@ class _Backward:
             (True, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
-            (True, Buffer("decay_gradient", (*per_unit, tokens), f32)),
+            (True, Buffer("decay_gradient", (self.decay_parts, *per_unit, tokens), f32)),
+            (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 8), p.dtype)),
             (True, Buffer("A_part", (*per_head, self.chunks), f32)),
             (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
             (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
-            (self.head_blocks > 1, Buffer("B_part", groups, f32)),
-            (self.head_blocks > 1, Buffer("C_part", groups, f32)),
         )
         return tuple(buffer for present, buffer in buffers if present)
 
@@ -241,10 +281,14 @@ class _Backward:
             blocks = 2 * (WIDTH * p.state // 1024) * self.units * rows
             yield _launch("join", (p.state,), blocks, (*arrays, *_ints(*sizes)))
         yield self.walk(first_row, rows, stores=True)
-        yield self.chunk_gradients(first_row, rows)
+        if self.column_blocks == 1:
+            yield self.chunk_gradients(first_row, rows)
+        else:
+            yield self.pair_gradients(first_row, rows)
+            yield self.state_gradients(first_row, rows)
 
     def walk(self, first_row: int, rows: int, stores: bool) -> Launch:
-        p, heads, tiles = self.problem, self.walk_heads, self.problem.state // WIDTH
+        p, heads, tiles = self.problem, self.walk_heads, self.columns // WIDTH
         maps = (self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C"))
         arrays = self.arrays("step", "decay")
         if self.segments > 1:
@@ -257,45 +301,77 @@ class _Backward:
         memory = STAGES * (heads + tiles) * TILE + 2 * heads * CHUNK * 4 + STAGES * 8 + 1024
         return _launch(
             "walk",
-            (CUDA_TYPES[p.dtype], p.state, heads, stores),
-            2 * (self.units // heads) * segments * rows,
+            (CUDA_TYPES[p.dtype], p.state, self.columns, heads, stores),
+            2 * self.column_blocks * (self.units // heads) * segments * rows,
             (*maps, *arrays, *_ints(*sizes)),
             threads=128 * heads,
             shared_memory=memory,
         )
 
     def chunk_gradients(self, first_row: int, rows: int) -> Launch:
-        p, tiles, partial = self.problem, self.problem.state // WIDTH, self.head_blocks > 1
+        p, tiles = self.problem, self.problem.state // WIDTH
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         maps += [self.states_map("states"), self.states_map("adjoints")]
-        sums = self.arrays("B_part", "C_part") if partial else self.arrays("dB", "dC")
-        arrays = [*self.arrays("step", "decay", "D", "dx"), *sums]
-        arrays += self.arrays("step_gradient", "decay_gradient", "D_part")
-        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.batch)
+        arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = (4 * tiles + 2 * tiles + 8) * TILE + PAIR_TILES * (1024 + 512)
-        memory += (2 * CHUNK + 2 * CHUNK + 2 * WIDTH + 8 * CHUNK + 2 * CHUNK + 8 + 8 * WIDTH) * 4 + 5 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 5 * 8 + 1024
         return _launch(
             "chunk_gradients",
-            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, partial),
+            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
+            cluster=self.head_blocks,
             shared_memory=memory,
+            file=CHUNK_FILE,
+        )
+
+    def pair_gradients(self, first_row: int, rows: int) -> Launch:
+        p = self.problem
+        maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
+        arrays = self.arrays("step", "decay", "D", "dx", "pair_gradient", "step_gradient", "decay_gradient", "D_part")
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state)
+        return _launch(
+            "pair_gradients",
+            (CUDA_TYPES[p.dtype], p.has_D, p.param_rows == 1),
+            self.thread_blocks // self.rows * rows,
+            (
+                *maps,
+                self.states_map("adjoints"),
+                *arrays,
+                *_ints(*sizes, self.head_blocks, self.block_units, first_row),
+            ),
+            threads=PAIR_THREADS,
+            shared_memory=STAGES * 4 * TILE + PAIR_MEMORY + (2 * STAGES + 6) * 8 + 1024,
+            file=LARGE_FILE,
+        )
+
+    def state_gradients(self, first_row: int, rows: int) -> Launch:
+        p, tiles = self.problem, self.columns // WIDTH
+        maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
+        maps += [self.states_map("states"), self.states_map("adjoints")]
+        arrays = self.arrays("step", "decay", "pair_gradient", "dB", "dC")
+        of_columns = p.batch * self.units * self.chunks * CHUNK
+        arrays.append(ArrayArg("decay_gradient", (self.column_blocks * of_columns,), None, of_columns))
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state, p.batch)
+        return _launch(
+            "state_gradients",
+            (CUDA_TYPES[p.dtype], self.columns, self.head_blocks > 1),
+            self.column_blocks * self.thread_blocks // self.rows * rows,
+            (*maps, *arrays, *_ints(*sizes, self.head_blocks, self.block_units, first_row)),
+            threads=STATE_THREADS,
+            cluster=self.head_blocks,
+            shared_memory=(8 * tiles + 8) * TILE + 6 * CHUNK * 4 + 16 * 4 + 5 * 8 + 1024,
+            file=LARGE_FILE,
         )
 
     def sums(self) -> Iterator[Launch]:
-        """What is left when every chunk is done: sums over head blocks, dt and the parameters."""
+        """What is left when every chunk is done: dt and the parameters."""
         p = self.problem
-        if self.head_blocks > 1:
-            size = p.batch * p.seq * p.groups * p.state
-            for name in ("B", "C"):
-                arguments = (*self.arrays(f"{name}_part", f"d{name}"), ScalarArg(size, "int64"))
-                arguments = (*arguments, *_ints(self.head_blocks))
-                yield _launch("sum_parts", (CUDA_TYPES[p.dtype],), math.ceil(size / 1024), arguments)
         arrays = self.arrays("dt", "dt_bias", "A", "step", "step_gradient", "decay_gradient")
         arrays += self.arrays("ddt", "A_part", "bias_part")
         template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
-        sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks), *self.limits())
+        sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks, self.decay_parts, p.batch), *self.limits())
         yield _launch("step_gradients", template, self.head_tiles(), (*arrays, *sizes))
         arrays = self.arrays("A_part", "bias_part", "D_part", "dA", "ddt_bias", "dD")
         arguments = (*arrays, *_ints(self.pieces, self.chunks))
@@ -311,10 +387,14 @@ def _launch(
     arguments: tuple[Argument, ...],
     threads: int = THREADS,
     shared_memory: int = 0,
+    cluster: int = 1,
+    file: str = FILE,
 ) -> Launch:
     constants = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in template)
-    kernel = CudaKernel(FILE, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
-    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory)
+    kernel = CudaKernel(file, f"{function}<{constants}>", arch_specific=True, archs=("sm_90",))
+    pdl = function != "step_sizes"  # the plan's first, which does not wait for earlier kernels itself
+    together = (cluster, 1, 1) if cluster > 1 else None
+    return Launch(kernel, (blocks, 1, 1), arguments, (threads, 1, 1), shared_memory, together, pdl)
 
 
 def _ints(*values: int) -> list[ScalarArg]:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_ssd.mamba3 import plan_step
+from jax_ssd.mamba3 import plan, plan_step
 from jax_ssd.mamba3.problem import Problem
 from jax_ssd.tune import Tunable
+
+
+def _forward_values(p: Problem) -> Mapping[str, Sequence[Any]]:
+    start = plan.tiles(p)
+    most = max(1, math.ceil(p.seq / start.tokens) // plan.SHORTEST_SEGMENT)
+    some = {1, start.segments // 2, start.segments - 1, start.segments + 1, start.segments * 3 // 2, start.segments * 2}
+    return {
+        "segments": sorted(n for n in some if 1 <= n <= most),
+        "blocks": () if start.pipeline else (1, 2, 3),
+        "teams": (4, 5) if start.pipeline else (),
+    }
 
 
 def _step_values(p: Problem) -> Mapping[str, Sequence[Any]]:
@@ -19,6 +31,7 @@ def _step_values(p: Problem) -> Mapping[str, Sequence[Any]]:
     }
 
 
+FORWARD = Tunable("mamba3_forward", "cuda", plan.forward, plan.tiles, _forward_values, local=("segments",))
 STEP = Tunable(
     "mamba3_step",
     "cuda",

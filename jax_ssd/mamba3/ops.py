@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ssd import op
-from jax_ssd.mamba3 import choices, chunked, plan, plan_backward, problem, reference
+from jax_ssd.mamba3 import choices, chunked, plan_backward, problem, reference
 from jax_ssd.plans import Plan
 
 # Axis letters of every array that an op of this model can take or give; see partition.py. m rank, a rotated pairs,
@@ -183,7 +183,9 @@ def _step_plain(spec: Spec, name: str) -> op.Function:
 
 
 # The launch plans of each op's kernels, by implementation: from (spec, operand avals).
-FORWARD_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: plan.forward(problem.of_scan(spec, avals))}
+FORWARD_PLANS: dict[str, Callable[..., Plan]] = {
+    "cuda": lambda spec, avals: choices.FORWARD(problem.of_scan(spec, avals))
+}
 BACKWARD_PLANS: dict[str, Callable[..., Plan]] = {
     "cuda": lambda spec, avals: plan_backward.backward(problem.of_scan(spec, avals))
 }

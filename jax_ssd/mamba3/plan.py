@@ -16,12 +16,15 @@ from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
-FILE = "mamba3_forward.cu"
+FILE, PIPELINE = "mamba3_forward.cu", "mamba3_pipeline.cu"
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
-LARGEST_HEAD_DIM = 128  # two teams of four warps, 64 columns each
-LARGEST_STATE = 256  # what a thread's registers hold of 64 columns' state
-WARPGROUP_STATES = (64, 128)
-WARPGROUP_ROWS = 64
+LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
+LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
+PIPELINE_STATES = (64, 128)
+PIPELINE_ROWS = 64
+TURNS_AROUND = 4  # chunks that a block of the pipeline is under way before the first and after the last
+ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
+BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
 MOST_SEGMENTS = 64  # a block sums up all the segments before its own
 
@@ -31,20 +34,27 @@ class Tiles:
     """The choices behind a forward plan that change its speed.
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
-    row is cut. blocks: per multiprocessor, which bounds the registers. warpgroup: products by sm_90's wgmma.
+    row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
+    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams; else by
+    mamba3_forward.cu, with one or two teams.
     """
 
     rows: int
     tokens: int
     segments: int
     blocks: int
-    warpgroup: bool
+    teams: int
+    pipeline: bool
 
     def __post_init__(self):
         if self.rows not in (16, 32, 64):
             raise ValueError(f"Tiles.rows must be 16, 32 or 64, got {self.rows}.")
         if not 1 <= self.tokens <= self.rows or self.segments < 1 or self.blocks < 1:
             raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
+        if self.pipeline and not (self.rows == PIPELINE_ROWS and self.blocks == 1 and self.teams in (4, 5)):
+            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and 4 or 5 teams, got {self}.")
+        if not self.pipeline and self.teams not in (1, 2):
+            raise ValueError(f"Tiles.teams must be 1 or 2, got {self}.")
 
 
 def forward(problem: Problem, config: Tiles | None = None, archs: Sequence[str] | None = None) -> Plan:
@@ -68,11 +78,6 @@ def check_supported(problem: Problem) -> None:
         raise NotImplementedError(
             f"the CUDA kernels of Mamba-3 take {' and '.join(VALUE)}, got {p.dtype}; use implementation='xla'"
         )
-    if 16 % p.rank:
-        raise NotImplementedError(
-            f"the CUDA kernels of Mamba-3 take a rank of 1, 2, 4 or 8 (no token's ranks in two tiles), got {p.rank}; "
-            "use implementation='xla'"
-        )
     if p.pairs < 1:
         raise NotImplementedError(
             "the CUDA kernels of Mamba-3 take at least one rotated pair, got none; use implementation='xla'"
@@ -85,13 +90,14 @@ def check_supported(problem: Problem) -> None:
             )
 
 
-def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
-    """The heuristic.
+def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
+    """The heuristic. archs: as in `forward`.
 
     Raises:
       NotImplementedError: no tile fits the shared memory of every architecture.
     """
     p = problem
+    archs = compile.target_archs() if archs is None else archs
     most = min(MAX_SHARED_MEMORY[arch] for arch in archs)
     possible = [rows for rows in (64, 32, 16) if rows >= p.rank and forward_memory(p, rows, _tokens(p, rows)) <= most]
     if not possible:
@@ -102,18 +108,38 @@ def tiles(problem: Problem, archs: Sequence[str]) -> Tiles:
         )
     rows = possible[0]
     tokens = _tokens(p, rows)
-    warpgroup = (
-        set(archs) == {"sm_90"}
-        and p.dtype == "bfloat16"
-        and rows == WARPGROUP_ROWS
-        and p.state in WARPGROUP_STATES
-        and p.head_dim > 32
-    )
-    light = p.dtype == "bfloat16" and _held_state(p) <= 64
-    blocks = 1 if teams(p) > 1 else 3 if light and p.rank > 1 else 2
+    if set(archs) == {"sm_90"} and _fits_pipeline(p):
+        return Tiles(rows, tokens, _pipeline_segments(p, tokens), 1, 5 if p.rank == 1 else 4, True)
+    light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
+    teams = 1 if light or p.head_dim <= 32 else 2
+    blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
     programs, chunks = p.batch * p.heads, math.ceil(p.seq / tokens)
     segments = max(1, min(MULTIPROCESSORS * blocks // programs, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    return Tiles(rows, tokens, segments, blocks, warpgroup)
+    return Tiles(rows, tokens, segments, blocks, teams, False)
+
+
+def _fits_pipeline(problem: Problem) -> bool:
+    p = problem
+    tokens = _tokens(p, PIPELINE_ROWS)
+    return (
+        p.dtype == "bfloat16"
+        and p.state in PIPELINE_STATES
+        and 32 < p.head_dim <= 64
+        and tokens * p.rank == PIPELINE_ROWS
+        and pipeline_memory(p, tokens, False) <= MAX_SHARED_MEMORY["sm_90"]
+    )
+
+
+def _pipeline_segments(problem: Problem, tokens: int) -> int:
+    """As many as make the walk of a multiprocessor shortest. Summing up an earlier segment costs about a chunk."""
+    programs, chunks = problem.batch * problem.heads, math.ceil(problem.seq / tokens)
+
+    def length(segments: int) -> float:
+        waves = math.ceil(programs * segments / MULTIPROCESSORS)
+        ends = math.ceil(programs * (segments - 1) / MULTIPROCESSORS)
+        return (waves + ENDS_COST * ends) * (math.ceil(chunks / segments) + TURNS_AROUND + segments)
+
+    return min(range(1, max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1), key=length)
 
 
 def _tokens(problem: Problem, rows: int) -> int:
@@ -121,19 +147,9 @@ def _tokens(problem: Problem, rows: int) -> int:
     return min(problem.chunk_size or most, most)
 
 
-def teams(problem: Problem) -> int:
-    """Groups of four warps in a block, each with up to 64 columns of the head."""
-    return math.ceil(problem.head_dim / 64)
-
-
-def _width(problem: Problem) -> int:
-    """Columns of the head that a team has."""
-    return 64 if problem.head_dim > 32 else 32 if problem.head_dim > 16 else 16
-
-
-def _held_state(problem: Problem) -> int:
-    """Accumulators of the state in a thread."""
-    return math.ceil(_up(problem.state, 16) / 16 / (64 // _width(problem))) * 8
+def _columns(problem: Problem) -> int:
+    """Columns of the head as the kernels pad them."""
+    return next(columns for columns in (16, 32, 64, 128) if columns >= problem.head_dim)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -148,28 +164,39 @@ def _matrix(problem: Problem, rows: int, columns: int) -> int:
 
 
 def _common(problem: Problem, tokens: int, parameters: int) -> int:
-    """Bytes of the rotations, the schedule, parameters, phases and marks."""
+    """Bytes of the rotations, the schedule as it is used and as it is given, parameters, phases and marks."""
     p = problem
-    words = (2 * tokens * _up(p.pairs, 4), 6 * tokens, parameters * p.head_dim, p.pairs, tokens)
+    words = (2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2, parameters * p.head_dim, p.pairs, tokens)
     return sum(_up(4 * count, 16) for count in words)
 
 
 def ends_memory(problem: Problem, rows: int, tokens: int) -> int:
     """Bytes of shared memory of `mamba3_segment_ends`: `EndsMemory` there."""
     p = problem
-    keys, values = _matrix(p, rows, _up(p.state, 16)), _matrix(p, rows, teams(p) * _width(p))
+    keys, values = _matrix(p, rows, _up(p.state, 16)), _matrix(p, rows, _columns(p))
     return keys + values + _common(p, tokens, p.rank)
 
 
 def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
     """Bytes of shared memory of `mamba3_forward`: `ForwardMemory` there."""
     p = problem
-    columns, state = teams(p) * _width(p), _up(p.state, 16)
-    out, keys = rows * columns * 4, _matrix(p, rows, state)
-    apart = p.state % 16 != 0
-    queries = keys if apart else _up(max(keys, out), 1024)
-    rest = _common(p, tokens, 3 * p.rank + 1) + _up(teams(p) * rows * 4, 16) + (out if apart else 0)
-    return queries + keys + _matrix(p, rows, columns) + _matrix(p, columns, state) + rest
+    columns, state = _columns(p), _up(p.state, 16)
+    states = max(_matrix(p, columns, state), _up(rows * columns * 4, 1024))
+    pairs = tokens * (rows // p.rank) if p.rank > 1 else 0
+    rest = _common(p, tokens, 3 * p.rank + 1) + 2 * rows * 4 + _up(4 * pairs, 16)
+    return 2 * _matrix(p, rows, state) + _matrix(p, rows, columns) + states + rest
+
+
+def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
+    """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there."""
+    p = problem
+    rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 72 * 4
+    table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
+    parameters = (1 if ends else 3) * p.rank * p.head_dim + 64
+    words = (table, table, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
+    if not ends and p.rank > 1:
+        words += (tokens * tokens,) * 2
+    return 2 * (rows + values + (0 if ends else 2 * rows + values + out)) + sum(_up(4 * count, 16) for count in words)
 
 
 class _Forward:
@@ -178,6 +205,8 @@ class _Forward:
     def __init__(self, problem: Problem, config: Tiles):
         p = self.problem = problem
         self.config = config
+        if config.pipeline and not _fits_pipeline(p):
+            raise ValueError("Tiles.pipeline: the pipeline does not serve these sizes.")
         if config.tokens * p.rank > config.rows:
             raise ValueError(f"Tiles: {config.tokens} tokens of rank {p.rank} are more than {config.rows} rows.")
         chunks = math.ceil(p.seq / config.tokens)
@@ -206,28 +235,48 @@ class _Forward:
 
     def segment_ends(self) -> Launch:
         p, c = self.problem, self.config
+        programs = p.batch * p.heads * (self.segments - 1)
+        if c.pipeline:
+            return self.pipeline(programs, ends=True)
         names = (
             *("k", "v", "k_bias", "mimo_v", "angles", "adt", "dt", "trap"),
             *("state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens", "ends", "decays", "phases"),
         )
-        programs = p.batch * p.heads * (self.segments - 1)
-        return self.launch("mamba3_segment_ends", programs, names, ends_memory(p, c.rows, c.tokens), False)
+        return self.launch("mamba3_segment_ends", programs, names, ends_memory(p, c.rows, c.tokens))
 
     def forward(self) -> Launch:
         p, c = self.problem, self.config
-        names = (
-            *("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap", "mimo_v", "mimo_o", "z", "mimo_z"),
-            *("D", "norm_weight", "state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens"),
-            *("ends", "decays", "phases", "y", "final_angle", "final_ssm", "final_k", "final_v"),
-        )
-        programs, memory = p.batch * p.heads * self.segments, forward_memory(p, c.rows, c.tokens)
-        return self.launch("mamba3_forward", programs, names, memory, c.warpgroup, ScalarArg(p.norm_eps, "float32"))
+        programs = p.batch * p.heads * self.segments
+        if c.pipeline:
+            return self.pipeline(programs, ends=False)
+        memory = forward_memory(p, c.rows, c.tokens)
+        return self.launch("mamba3_forward", programs, FORWARD_NAMES, memory, ScalarArg(p.norm_eps, "float32"))
 
-    def launch(
-        self, function: str, programs: int, names: Sequence[str], memory: int, warpgroup: bool, *more: ScalarArg
-    ) -> Launch:
-        p, c, given = self.problem, self.config, self.problem.given
-        sizes = (p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs)
+    def launch(self, function: str, programs: int, names: Sequence[str], memory: int, *more: ScalarArg) -> Launch:
+        p, c = self.problem, self.config
+        passes = 3 if p.precision == "highest" else 1
+        name = (
+            f"jax_ssd::{function}<{self.sizes()}, jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, "
+            f"{c.teams}>, {self.options()}>"
+        )
+        block = (128 * c.teams, 1, 1)
+        return Launch(CudaKernel(FILE, name), (programs, 1, 1), self.arguments(names, *more), block, memory)
+
+    def pipeline(self, programs: int, ends: bool) -> Launch:
+        p, c = self.problem, self.config
+        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {c.teams}, {self.options()}, {_bool(ends)}>"
+        kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
+        arguments = self.arguments(FORWARD_NAMES, ScalarArg(p.norm_eps, "float32"))
+        return Launch(kernel, (programs, 1, 1), arguments, (128 * c.teams, 1, 1), pipeline_memory(p, c.tokens, ends))
+
+    def sizes(self) -> str:
+        """The C++ type of the same name."""
+        p = self.problem
+        numbers = (p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs)
+        return f"jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, numbers)))}, {_bool(p.rotary == 'half')}>"
+
+    def options(self) -> str:
+        p, given = self.problem, self.problem.given
         options = (
             p.param_rows == 1,
             "mimo_v" in given,
@@ -239,21 +288,23 @@ class _Forward:
             "cu_seqlens" in given,
             p.return_final_state,
         )
-        passes = 3 if p.precision == "highest" else 1
-        name = (
-            f"jax_ssd::{function}<jax_ssd::Sizes<{', '.join((VALUE[p.dtype], *map(str, sizes)))}, "
-            f"{_bool(p.rotary == 'half')}>, "
-            f"jax_ssd::Tiling<{c.rows}, {c.tokens}, {c.blocks}, {passes}, {_bool(warpgroup)}>, "
-            f"jax_ssd::Options<{', '.join(map(_bool, options))}>>"
-        )
+        return f"jax_ssd::Options<{', '.join(map(_bool, options))}>"
+
+    def arguments(self, names: Sequence[str], *more: ScalarArg) -> tuple[ArrayArg | ScalarArg, ...]:
+        p = self.problem
         numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
-        arguments = (
+        return (
             *(ArrayArg(name if name in self.present else "q") for name in names),  # a stand-in is never touched
             *(ScalarArg(number, "int32") for number in numbers),
             *more,
         )
-        kernel = CudaKernel(FILE, name, arch_specific=warpgroup, archs=("sm_90",) if warpgroup else ())
-        return Launch(kernel, (programs, 1, 1), arguments, block=(128 * teams(p), 1, 1), shared_memory=memory)
+
+
+FORWARD_NAMES = (
+    *("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap", "mimo_v", "mimo_o", "z", "mimo_z"),
+    *("D", "norm_weight", "state_angle", "state_ssm", "state_k", "state_v", "cu_seqlens"),
+    *("ends", "decays", "phases", "y", "final_angle", "final_ssm", "final_k", "final_v"),
+)
 
 
 def _bool(value: bool) -> str:

@@ -7,19 +7,25 @@ everything that a chunk gives, from both; the rest are sums over chunks, groups 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
+WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
+WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 512, 256  # threads
+SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 LARGEST_STATE = 128
 LARGEST_HEAD_DIM = 128
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
-WALK_COLUMNS = 64  # of the state, of one block
-WALK_THREADS, CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 512, 256, 1024, 256
+WALK_COLUMNS = (64, 128)  # of the state, of one block
+CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 256, 1024, 256
 MOST_PARTS = 8
 GRID_ROWS = 65_535
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
@@ -31,21 +37,33 @@ class BackwardConfig:
     """What changes a backward's speed and memory, but not its result beyond rounding.
 
     tokens: of a chunk; with the rank rounded up to a power of two, at most 64 rows. parts: so many blocks share the
-    heads of a group in a chunk, each with sums of its own for the gradients of q and k.
+    heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state,
+    that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once. warpgroups: walks
+    and chunks by sm_90's wgmma, for the usual sizes; walk_columns is of no meaning then. segments: into how many pieces
+    such walks cut each row.
     """
 
     tokens: int
     parts: int = 1
+    walk_columns: int = 64
+    warpgroups: bool = False
+    segments: int = 1
 
     def __post_init__(self):
-        if self.tokens < 1 or self.parts < 1:
-            raise ValueError(f"tokens and parts must be at least 1, got {self}.")
+        if self.tokens < 1 or self.parts < 1 or self.segments < 1:
+            raise ValueError(f"tokens, parts and segments must be at least 1, got {self}.")
+        if self.walk_columns not in WALK_COLUMNS:
+            raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
 
 
-def heuristic(problem: Problem) -> BackwardConfig:
-    """Whole tiles, and enough blocks for the last round of them to be full as well."""
+def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardConfig:
+    """Whole tiles, and enough blocks for the last round of them to be full as well.
+
+    archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
+    """
     p = problem
-    tokens = min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
+    warpgroups = serves_warpgroups(p) and set(compile.target_archs() if archs is None else archs) == {"sm_90"}
+    tokens = ROWS // p.rank if warpgroups else min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
     blocks = p.batch * math.ceil(p.seq / tokens) * p.groups
     group_heads = p.heads // p.groups
 
@@ -53,7 +71,45 @@ def heuristic(problem: Problem) -> BackwardConfig:
         return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
 
     parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
-    return BackwardConfig(tokens, parts)
+    if warpgroups:
+        walks, chunks = 2 * p.batch * p.heads, math.ceil(p.seq / tokens)
+        segments = max(1, min(2 * MULTIPROCESSORS // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
+        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments)
+    fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
+    return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64)
+
+
+def serves_warpgroups(problem: Problem) -> bool:
+    """Whether the kernels of sm_90 take the problem: the sizes of models, without a norm ahead of the gate."""
+    p = problem
+    return (
+        p.rank in WARPGROUP_RANKS
+        and (p.state, p.head_dim) == (WARPGROUP_STATE, WARPGROUP_HEAD_DIM)
+        and p.pairs % 4 == 0
+        and not p.keeps_rank
+        and "norm_weight" not in p.given
+        and (p.chunk_size is None or p.chunk_size * p.rank >= ROWS)
+        and warpgroup_chunk_shared(p) <= MAX_SHARED_MEMORY["sm_90"]
+    )
+
+
+def warpgroup_walk_shared(problem: Problem) -> int:
+    """`WalkMemory` of mamba3_backward_walk.cu: rows and states twice, parameters."""
+    p = problem
+    weights = 2 * p.rank * p.head_dim if "mimo_v" in p.given else 0
+    return 10 * 8192 + 4 * (p.rank * p.state + weights)
+
+
+def warpgroup_chunk_shared(problem: Problem) -> int:
+    """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
+    p, weighted = problem, "mimo_v" in problem.given
+    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
+    kinds = 3 if weighted else 2 if "z" in p.given else 0
+    weights = 3 * p.rank * wide * 4 if weighted else 0
+    table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
+    sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
+    slots = p.pairs // 2 // p.rank * 128 * 4
+    return 18 * 8192 + 2 * table + sums + slots + 80
 
 
 def ranks(problem: Problem) -> int:
@@ -86,10 +142,16 @@ def check_supported(problem: Problem) -> None:
         )
 
 
-def backward(problem: Problem, config: BackwardConfig | None = None) -> Plan:
-    """All gradients of one call, of parameters one row per entry of the batch."""
+def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequence[str] | None = None) -> Plan:
+    """All gradients of one call, of parameters one row per entry of the batch.
+
+    archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
+
+    Raises:
+      NotImplementedError: the kernels do not serve the problem, with the limit and the figure.
+    """
     check_supported(problem)
-    return _Builder(problem, config or heuristic(problem)).plan()
+    return _Builder(problem, config or heuristic(problem, archs)).plan()
 
 
 class _Builder:
@@ -101,6 +163,9 @@ class _Builder:
             raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {ROWS}")
         self.norm = "norm_weight" in p.given
         self.chunks = math.ceil(p.seq / config.tokens)
+        self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
+        self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
+        self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _multiple(p.state, 64), _multiple(p.head_dim, 32)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
         moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
@@ -113,9 +178,19 @@ class _Builder:
             *(Buffer(name, heads, "float32") for name in ("gamma", "f", "decay", "d_f", "d_gamma")),
             Buffer("states", states, "bfloat16"),
             Buffer("adjoints", states, "bfloat16"),
-            *(Buffer(name, (config.parts, *p.given["q"].shape), "float32") for name in ("q_sums", "k_sums")),
+            *(
+                Buffer(name, (config.parts, *p.given["q"].shape), "float32")
+                for name in (("q_sums", "k_sums") if self.summed_parts else ())
+            ),
             *([Buffer("normed", (*heads, p.rank, p.head_dim), "bfloat16")] if self.norm else []),
-            Buffer("records", (p.batch, self.chunks, p.heads, self.record), "float32"),
+            *(
+                [Buffer("ends", (2, p.batch, p.heads, self.segments, p.head_dim, p.state), "float32")]
+                if self.segments > 1
+                else []
+            ),
+            Buffer(
+                "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
+            ),
         )
         self.present = {b.name for b in (*p.operands, *self.results, *self.scratch)}
 
@@ -133,21 +208,25 @@ class _Builder:
         parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
         time = ("angles", *steps, "d_f", "d_gamma", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
         blocks = p.batch * self.chunks * p.groups * self.config.parts
+        grid_sums = (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1)
+        group_sums = self.launch("group_sums", grid_sums, SUM_THREADS, ("q_sums", "k_sums", "grad_q", "grad_k"))
         launches = [
             self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
-            *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
-            self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
-            self.launch(
-                "group_sums",
-                (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1),
-                SUM_THREADS,
-                ("q_sums", "k_sums", "grad_q", "grad_k"),
+            *(
+                self.warpgroup_launches(walk, chunk)
+                if self.config.warpgroups
+                else [
+                    *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
+                    self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
+                ]
             ),
+            *([group_sums] if self.summed_parts else []),
             self.launch(
                 "parameter_sums",
-                (math.ceil(p.heads * self.record / SUM_THREADS), p.batch, 1),
+                (math.ceil(p.heads * self.record / 2 / SUM_THREADS), p.batch, 1),
                 SUM_THREADS,
                 ("records", *(f"grad_{name}" for name in parameters)),
+                template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
             ),
             self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
         ]
@@ -160,11 +239,12 @@ class _Builder:
     def walks(self, walk: tuple[str, ...], normalize: tuple[str, ...]) -> list[Launch]:
         """Both directions at once, unless a norm needs the states for the adjoints of what it was given."""
         p = self.problem
-        grid = (math.ceil(p.state / WALK_COLUMNS), p.batch * p.heads)
+        columns = self.config.walk_columns
+        grid = (math.ceil(p.state / columns), p.batch * p.heads)
 
         def directions(first: int, count: int) -> Launch:
             scalar = (ScalarArg(first, "int32"),)
-            return self.launch("walk", (*grid, count), WALK_THREADS, walk, self.walk_shared(), scalar)
+            return self.launch("walk", (*grid, count), 4 * columns, walk, self.walk_shared(), scalar)
 
         if not self.norm:
             return [directions(0, 2)]
@@ -172,14 +252,66 @@ class _Builder:
         ahead = self.launch("normalize", grid_normalize, NORMALIZE_THREADS, normalize, shared)
         return [directions(0, 1), ahead, directions(1, 1)]
 
+    def warpgroup_launches(self, walk: tuple[str, ...], chunk: tuple[str, ...]) -> list[Launch]:
+        """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
+        p, rows = self.problem, self.problem.batch * self.problem.heads
+        given = p.given
+        call = ", ".join(
+            [*map(str, (p.heads, p.groups, p.rank, p.pairs))]
+            + [
+                "true" if option else "false"
+                for option in (
+                    p.rotary == "half",
+                    p.param_rows == 1,
+                    "mimo_v" in given,
+                    "z" in given,
+                    "D" in given,
+                    "state_ssm" in given,
+                    "d_state_ssm" in given,
+                )
+            ]
+        )
+
+        def launch(
+            file: str, name: str, more: str, grid: tuple[int, int, int], threads: int, shared: int,
+            arrays: tuple[str, ...], *numbers: int
+        ) -> Launch:  # fmt: skip
+            """Absent arrays are never touched; any other stands in for them."""
+            arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
+            expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
+            kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
+            scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
+            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=True)
+
+        segments = (self.segments, self.segment_chunks)
+        walk = (*(name for name in walk if name != "normed"), "grad_state_ssm", "ends")
+        starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
+
+        def walks(ends_only: str) -> Launch:
+            grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
+            return launch(WALK_FILE, "walk", f", {ends_only}", grid, WALK_TEAM, shared, walk, *segments)
+
+        launches = [walks("false")]
+        if self.segments > 1:
+            grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
+            between = launch(WALK_FILE, "starts", "", grid, STARTS_THREADS, 0, starts, *segments)
+            launches = [walks("true"), between, *launches]
+        blocks = p.batch * self.chunks * p.groups * self.config.parts
+        chunk = tuple(name for name in chunk if name != "normed")
+        chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
+        shared = warpgroup_chunk_shared(p)
+        parts = self.config.parts
+        return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]
+
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
-        scalars: tuple[ScalarArg, ...] = ()
+        scalars: tuple[ScalarArg, ...] = (), template: str = ""
     ) -> Launch:  # fmt: skip
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
-        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}>", self.options())
-        return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared)
+        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
+        pdl = self.config.warpgroups and name != "schedule"
+        return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 
     def options(self) -> tuple[str, ...]:
         p, given = self.problem, self.problem.given
@@ -204,6 +336,7 @@ class _Builder:
             "HAS_NORM": "norm_weight" in given,
             "HAS_STATE": "state_ssm" in given,
             "HAS_FINAL": "d_state_ssm" in given,
+            "WALK_COLUMNS": self.config.walk_columns,
             "CHUNK_SHARED": self.chunk_shared(),
             "WALK_SHARED": self.walk_shared(),
             "NORMALIZE_SHARED": self.normalize_shared(),
@@ -212,15 +345,16 @@ class _Builder:
 
     def walk_shared(self) -> int:
         """Two buffers of a chunk's rows, and the parameters of all ranks."""
-        rows = 2 * ROWS * (WALK_COLUMNS + 8 + self.wide_head_dim + 8) * 2
-        return rows + ranks(self.problem) * (2 * WALK_COLUMNS + 3 * self.wide_head_dim) * 4
+        columns = self.config.walk_columns
+        rows = 2 * ROWS * (columns + 8 + self.wide_head_dim + 8) * 2
+        return rows + ranks(self.problem) * (2 * columns + 3 * self.wide_head_dim) * 4
 
     def chunk_shared(self) -> int:
         """Rows of q, k, v and dO, both states, both products of rows with rows, phases, and slots of sums."""
         state, head_dim = self.wide_state, self.wide_head_dim
         tiles = 2 * ROWS * (state + 8 + head_dim + 8) + 2 * state * (head_dim + 8) + 2 * ROWS * (ROWS + 8)
         tables = 4 * self.config.tokens * self.problem.pairs
-        slots = 26 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
+        slots = 32 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
         return 2 * tiles + 4 * (tables + slots)
 
     def normalize_shared(self) -> int:

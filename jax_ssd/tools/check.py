@@ -1,4 +1,4 @@
-"""`python -m jax_ssd check`: every implementation present against the sequential scan in float64.
+"""`python -m jax_ssd check`: every implementation present against the sequential scans of Mamba-2 and 3 in float64.
 
 Compares y, the final state and each gradient over a table of shapes, and what steps give, token by token; the exit
 status says pass or fail. What an implementation refuses is listed with its reason, and is no failure unless that
@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ssd import cases as mamba2_cases
 from jax_ssd import dispatch
-from jax_ssd.cases import BY_NAME, TABLE, Case, differentiable
-from jax_ssd.mamba2.api import mamba2, mamba2_step
+from jax_ssd.cases import differentiable
+from jax_ssd.mamba3 import cases as mamba3_cases
+
+Case = mamba2_cases.Case | mamba3_cases.Case
+TABLES: dict[str, tuple[Case, ...]] = {"mamba2": mamba2_cases.TABLE, "mamba3": mamba3_cases.TABLE}
+BY_NAME: dict[str, Case] = {case.name: case for table in TABLES.values() for case in table}
 
 # Allowed ||out - ref|| / ||ref|| against float64 on the same rounded inputs. float32 sums a few hundred rounded terms;
 # TF32 and bfloat16 keep 10 and 8 bits of each factor, float16 11. Gradients pass through two such products, and that of
@@ -26,6 +31,10 @@ BARS = {
     ("float16", "highest"): (1e-3, 4e-3),
     ("bfloat16", "highest"): (6e-3, 2e-2),
 }
+
+
+# An angle is a sum of as many rounded increments as there are tokens, whatever sums them.
+ANGLE_BAR = 5e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=dispatch.IMPLEMENTATIONS,
         help="check only this one; may be repeated",
     )
+    parser.add_argument("--op", action="append", choices=sorted(TABLES), help="check only this one; may be repeated")
     parser.add_argument(
         "--case", action="append", choices=sorted(BY_NAME), help="check only this case; may be repeated"
     )
     options = parser.parse_args(arguments)
     names = options.implementation or available()
-    cases = [BY_NAME[name] for name in options.case] if options.case else list(TABLE)
+    cases = [
+        case for op in options.op or TABLES for case in TABLES[op] if not options.case or case.name in options.case
+    ]
     print(f"Checking {', '.join(names)} on {jax.default_backend()} against the sequential scan in float64.")
     failures, served = 0, set()
     for case in cases:
         truth = evaluate(case, "reference", wide=True)
         for name in names:
             for kind, run in (("", evaluate), (" steps", evaluate_steps)):
-                if case.packed and run is evaluate_steps:
-                    continue  # a step knows no segments
-                row = f"{case.name:18s} {name + kind:16s}"
+                if run is evaluate_steps and not case.steppable:
+                    continue
+                row = f"{case.name:19s} {name + kind:16s}"
                 try:
                     got = run(case, name)
                 except NotImplementedError as refusal:
@@ -102,50 +114,42 @@ def evaluate(case: Case, implementation: str, *, wide: bool = False, seed: int =
     """y, the final state and every gradient, as float64 numpy arrays; `wide` computes in float64."""
     arrays = case.inputs(seed)
     rng = np.random.default_rng(seed + 1)
-    weight_y = rng.standard_normal(arrays["x"].shape)
-    weight_state = rng.standard_normal((case.batch, case.heads, case.head_dim, case.state))
     with jax.enable_x64(wide):
         dtype = jnp.float64 if wide else jnp.float32
         moving = {name: np.asarray(a) for name, a in differentiable(arrays).items()}
         fixed = {name: jnp.asarray(np.asarray(a)) for name, a in arrays.items() if name not in moving}
         if wide:
             moving = {name: a.astype(np.float64) for name, a in moving.items()}
-        weight_y, weight_state = jnp.asarray(weight_y, dtype), jnp.asarray(weight_state, dtype)
+        given = {name: jnp.asarray(a) for name, a in moving.items()}
+        shapes = jax.eval_shape(lambda moving: case.scan(moving | fixed, "xla"), given)
+        weights = {name: jnp.asarray(rng.standard_normal(shapes[name].shape), dtype) for name in _outputs(shapes)}
 
         def objective(moving):
-            y, final = mamba2(
-                **moving, **fixed, **case.options(), return_final_state=True, implementation=implementation
-            )
-            total = (y.astype(dtype) * weight_y).sum() + (final * weight_state).sum()
-            return total, (y, final)
+            results = case.scan(moving | fixed, implementation)
+            return sum((value.astype(dtype) * weights[name]).sum() for name, value in results.items()), results
 
-        step = jax.jit(jax.value_and_grad(objective, has_aux=True))
-        (_, (y, final)), gradients = step({name: jnp.asarray(a) for name, a in moving.items()})
-        results = {"y": y, "final_state": final, **{f"d{name}": g for name, g in gradients.items()}}
+        (_, results), gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))(given)
+        results |= {f"d{name}": gradient for name, gradient in gradients.items()}
         return {name: np.asarray(value, np.float64) for name, value in results.items()}
+
+
+def _outputs(names) -> list[str]:
+    return sorted(names, key=lambda name: name != "y")  # y has the first of the random weights
 
 
 def evaluate_steps(case: Case, implementation: str, *, seed: int = 0) -> dict[str, np.ndarray]:
     """y and the final state of a scan of steps over the tokens of `evaluate`'s arrays, as float64 numpy arrays."""
-    arrays = case.inputs(seed)
-    state = arrays.pop("initial_state", None)
-    if state is None:
-        state = jnp.zeros((case.batch, case.heads, case.head_dim, case.state), jnp.float32)
-    tokens = {name: jnp.moveaxis(arrays.pop(name), 1, 0) for name in ("x", "dt", "B", "C", "z") if name in arrays}
-    options = {"dt_softplus": case.softplus, "dt_limit": case.dt_limit, "implementation": implementation}
-
-    def token(state, inputs):
-        return mamba2_step(state, **inputs, **arrays, **options)
-
-    final, y = jax.jit(lambda state, tokens: jax.lax.scan(token, state, tokens))(state, tokens)
-    results = {"y": jnp.moveaxis(y, 0, 1), "final_state": final}
+    results = jax.jit(lambda arrays: case.steps(arrays, implementation))(case.inputs(seed))
     return {name: np.asarray(value, np.float64) for name, value in results.items()}
 
 
 def compare(case: Case, results: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> list[Comparison]:
     forward, backward = BARS[case.dtype, "highest" if case.dtype != "float32" else case.precision]
+    bars = {"final_angle": max(forward, ANGLE_BAR)}
     return [
-        Comparison(name, relative_error(results[name], expected), forward if name in ("y", "final_state") else backward)
+        Comparison(
+            name, relative_error(results[name], expected), bars.get(name, backward if name.startswith("d") else forward)
+        )
         for name, expected in truth.items()
     ]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 
 import jax
-import jax.numpy as jnp
 
-from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, mamba2, nvrtc, tune
+from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, nvrtc, sizes, tune
+from jax_ssd.paths import Path
 
 _PACKAGES = (
     "jax_ssd",
@@ -169,28 +169,37 @@ def _tuned() -> Iterator[str]:
 
 
 def _choices() -> Iterator[str]:
-    """What a small call of mamba2 would run in a program for each platform."""
+    """What small calls of the operators would run in a program for each platform; those that run alike together."""
     for target in ("cpu", "cuda"):
-        (path,) = dispatch_paths(mamba2, *_small_call(), platform=target)
-        if path.plan is None:
-            yield f"{target}: {path.implementation}, because"
-            for reason in dict.fromkeys(path.refusals.values()):
-                names = [name for name, refusal in path.refusals.items() if refusal == reason]
-                yield f"  not {', '.join(names)}: {reason}"
-            continue
-        archs = ", ".join(compile.target_archs())
-        yield f"{target}: {path.implementation}, compiled for {archs}; xla where the kernels decline a call"
-        lacking = cutile.missing()
-        if lacking is not None:
-            yield f"-> but only kernels that are in the cache, because {lacking}; {_INSTALL}"
+        alike: dict[str, list[str]] = {}
+        for label, (function, operands) in _small_calls():
+            (path,) = dispatch_paths(function, *operands, platform=target)
+            alike.setdefault("\n".join(_chosen(path, target)), []).append(label)
+        for lines, labels in alike.items():
+            yield f"{', '.join(labels)}"
+            yield from (f"  {line}" for line in lines.splitlines())
 
 
-def _small_call() -> tuple[jax.ShapeDtypeStruct, ...]:
-    """x, dt, A, B and C of a call that every implementation takes."""
-    batch, seq, heads, head_dim, groups, state = 1, 64, 1, 64, 1, 64
-    tokens, group = (batch, seq, heads, head_dim), (batch, seq, groups, state)
-    shapes = {"x": tokens, "dt": tokens[:3], "A": (heads,), "B": group, "C": group}
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
+def _chosen(path: Path, target: str) -> Iterator[str]:
+    if path.plan is None:
+        yield f"{target}: {path.implementation}, because"
+        for reason in dict.fromkeys(path.refusals.values()):
+            names = [name for name, refusal in path.refusals.items() if refusal == reason]
+            yield f"not {', '.join(names)}: {reason}"
+        return
+    archs = ", ".join(compile.target_archs())
+    yield f"{target}: {path.implementation}, compiled for {archs}; xla where the kernels decline a call"
+    lacking = {"cutile": cutile, "cuda": nvrtc}[path.implementation].missing()
+    if lacking is not None:
+        yield f"-> but only kernels that are in the cache, because {lacking}; {_INSTALL}"
+
+
+def _small_calls() -> Iterator[tuple[str, tuple]]:
+    """Calls that every implementation of their operator takes."""
+    for label, rank in (("mamba2", 0), ("mamba3 (SISO)", 1), ("mamba3 (rank 4)", 4)):
+        small = sizes.programs(sizes.Size(label, 1, 64, 1, 1, 64, 64, dtype="float32", rank=rank))
+        yield label, small["forward"]
+        yield f"{label.replace('mamba2', 'mamba2_step').replace('mamba3', 'mamba3_step')}", small["step"]
 
 
 def _cuda_devices():

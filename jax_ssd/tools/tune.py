@@ -3,9 +3,11 @@
     python -m jax_ssd tune 130m 2.7b            what these models run, forward, backward and step
     python -m jax_ssd tune models 'sweep_n128*' every published model, a part of the sweep
     python -m jax_ssd tune mine=2,8192,1,48,128,64
-    python -m jax_ssd tune siso_first           of Mamba-3 the step; its scan and backward have no choices yet
+    python -m jax_ssd tune siso_first           of Mamba-3 what has choices
+    python -m jax_ssd tune models --quick --dry-run  how much a quick search would do
 
-Interrupt it at any time: what was measured is kept, and the next run goes on from there.
+Interrupt it at any time: what was measured is kept, and the next run goes on from there. Several at once compile side
+by side and take turns at the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_ssd import config, dispatch, search, sizes
+from jax_ssd import compile, config, dispatch, paths, search, sizes
+
+# Of a plan and of each choice, compilation included: a rough guess from an H200 with 16 processor cores.
+SECONDS, QUICK_SECONDS = (4.0, 0.6), (2.5, 0.3)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,17 +29,27 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_sizes(made)
     made.add_argument("--force", action="store_true", help="measure anew what was tuned before")
+    made.add_argument("--quick", action="store_true", help="the likeliest few choices of what None takes")
+    made.add_argument("--dry-run", action="store_true", help="only say what would be tried; needs no GPU, see --arch")
+    made.add_argument("--arch", help="for --dry-run, such as sm_90 (default: the GPUs here, or JAX_SSD_TARGET_ARCH)")
     made.add_argument("--seconds", type=float, default=100.0, help="after which nothing new is tried for one plan")
     made.add_argument("--output", type=Path, help="file of results (default: JAX_SSD_TUNING_FILE)")
     options = made.parse_args(arguments)
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
     programs, failed = named_programs(options), 0
-    with config.override(**output):
+    target = {} if options.arch is None else {"target_arch": options.arch}
+    with config.override(**output, **target):
         try:
-            search.tuning_device()
+            if not options.dry_run:
+                search.tuning_device()
+            print(forecast(programs, options.quick), flush=True)
+            if options.dry_run:
+                return 0
             for label, (function, operands) in programs:
                 try:
-                    found = search.autotune(function, *operands, force=options.force, seconds=options.seconds)
+                    found = search.autotune(
+                        function, *operands, force=options.force, seconds=options.seconds, quick=options.quick
+                    )
                     if not found:
                         print(f"{label}: nothing to tune, what it runs has no choices yet")
                 except (NotImplementedError, RuntimeError) as error:
@@ -48,6 +63,23 @@ def main(arguments: Sequence[str]) -> int:
             return 130
         print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
     return 1 if failed else 0
+
+
+def forecast(programs: Sequence[tuple], quick: bool) -> str:
+    """How many plans have choices, how many would be tried at most, and for about how long."""
+    plans: list[tuple] = []
+    for _, (function, operands) in programs:
+        plans += [
+            call for call in search.plans_of(paths.calls(function, operands, {}), first=quick) if call not in plans
+        ]
+    (arch,) = compile.target_archs()[:1]
+    if quick:
+        tried = sum(len(search.likely(tunable, problem, arch)) for tunable, problem in plans)
+    else:
+        tried = sum(1 + sum(map(len, tunable.values(problem).values())) for tunable, problem in plans)
+    each, choice = QUICK_SECONDS if quick else SECONDS
+    seconds = each * len(plans) + choice * tried
+    return f"{len(plans)} plans, {tried} choices, about {seconds:.0f} s on an H200 if nothing was tuned before."
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

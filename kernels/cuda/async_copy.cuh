@@ -39,6 +39,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 }
 
 // What the L2 cache should do with the lines of a copy.
+constexpr unsigned long long KEEP = 0x1000000000000000ull;        // as it does with others
 constexpr unsigned long long KEEP_LAST = 0x14F0000000000000ull;   // evict them last: others will read them
 constexpr unsigned long long KEEP_FIRST = 0x12F0000000000000ull;  // evict them first: nobody will
 

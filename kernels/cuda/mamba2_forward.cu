@@ -8,14 +8,17 @@
 //   h   = exp2(g_last) h + (X o dt exp2(g_last - g))^T B
 //
 // with g the running log2 decay within the chunk. In this orientation h and X^T are operands in registers, C B^T is
-// computed once for all blocks of a warpgroup, and only S passes through shared memory.
+// computed once for all blocks of a warpgroup, and only S passes through shared memory. A state of more than 256 is
+// kept by two warpgroups, a *part* of it each; what the second part adds to y passes through shared memory. Rows
+// without states that fit a chunk share one: then y is X^T S^T + D X^T.
 //
 // A *row* is one batch row of the blocks that a thread block walks together. How rows are divided among thread blocks:
 // - Segments > 1: every row into as many segments; `forward` with StateOnly finds each segment's end state from zero,
 //   `carry_states` turns them into start states.
 // - Segments == 1: all rows, one after the other, are one line of chunks that is cut into equal ranges. A row that is
-// cut
-//   passes its state from one thread block to the next; who passes on does so before it waits for anything itself.
+//   cut passes its state from one thread block to the next; who passes on does so before it waits for anything itself.
+// Either way the state at the start of a piece of a row waits in y, in place of the piece's first tokens, which nobody
+// else writes and which are written after it is read.
 
 #include "async_copy.cuh"
 #include "decay.cuh"
@@ -30,10 +33,15 @@ namespace {
 constexpr int CHUNK = 64;
 constexpr unsigned TILE = 64 * 128;  // bytes of 64 rows of 64 numbers
 constexpr int WARPGROUP = 128;
+constexpr int PARTS_BARRIER = 1, FIRST_BARRIER = 2;              // and one for each warpgroup that computes
+constexpr int PROVIDER_REGISTERS = 24, COMPUTE_REGISTERS = 240;  // of a thread
 
-template <long long Batch, long long Seq, int Heads, int Groups, int HeadDim, int State>
+// Together: batch rows that share a chunk, each at a multiple of 64 / Together tokens; more than one only if they are
+// that short.
+template <long long Batch, long long Seq, int Heads, int Groups, int HeadDim, int State, int Together>
 struct Sizes {
-  static constexpr long long BATCH = Batch, SEQ = Seq;
+  static constexpr long long BATCH = Batch, SEQ = Seq, BATCHES = (Batch + Together - 1) / Together;
+  static constexpr int TOGETHER = Together, ROOM = CHUNK / Together;
   static constexpr int HEADS = Heads, STATE = State;
   static constexpr int HEAD_BLOCKS = HeadDim / 64;                   // blocks per head
   static constexpr int GROUP_BLOCKS = Heads / Groups * HEAD_BLOCKS;  // blocks per group
@@ -41,25 +49,37 @@ struct Sizes {
   static constexpr int CHUNKS = int((Seq + CHUNK - 1) / CHUNK);
 };
 
-// Warpgroups that compute, blocks of each, segments of a row.
-template <int Warpgroups, int Blocks, int Segments, int ChunksPerSegment, int Stages>
+// Warpgroups that compute, blocks of each, parts of a state, segments of a row; how many tiles of B and C (for all of
+// the state) and chunks of x are in shared memory at a time.
+template <int Warpgroups, int Blocks, int Parts, int Segments, int ChunksPerSegment, int Slots, int Stages>
 struct Split {
-  static constexpr int WARPGROUPS = Warpgroups, BLOCKS = Blocks, SEGMENTS = Segments, STAGES = Stages;
-  static constexpr int CHUNKS_PER_SEGMENT = ChunksPerSegment, BLOCKS_HERE = Warpgroups * Blocks;
+  static constexpr int WARPGROUPS = Warpgroups, BLOCKS = Blocks, PARTS = Parts, SEGMENTS = Segments;
+  static constexpr int CHUNKS_PER_SEGMENT = ChunksPerSegment, SLOTS = Slots, STAGES = Stages;
+  static constexpr int BLOCKS_HERE = Warpgroups / Parts * Blocks;
 };
 
-template <bool StateOnly, bool SharedParams, bool Softplus, bool HasBias, bool HasD, bool HasZ, bool HasInitial,
-          bool HasFinal>
+// Stateless: rows start from nothing, end in their first chunk, and nobody asks for their state.
+template <bool StateOnly, bool Stateless, bool SharedParams, bool Softplus, bool HasBias, bool HasD, bool HasZ,
+          bool HasInitial, bool HasFinal>
 struct Options {
-  static constexpr bool STATE_ONLY = StateOnly, SHARED_PARAMS = SharedParams, SOFTPLUS = Softplus, HAS_BIAS = HasBias;
+  static constexpr bool STATE_ONLY = StateOnly, STATELESS = Stateless, SHARED_PARAMS = SharedParams,
+                        SOFTPLUS = Softplus, HAS_BIAS = HasBias;
   static constexpr bool HAS_D = HasD, HAS_Z = HasZ, HAS_INITIAL = HasInitial, HAS_FINAL = HasFinal;
 };
+
+// The state that a warpgroup keeps of a block: columns are padded with zeros to whole tiles.
+template <class Z, class S>
+constexpr int PART = (Z::STATE + 64 * S::PARTS - 1) / (64 * S::PARTS) * 64;
+
+// The first lane's value, which the compiler then knows to be the same in all lanes.
+__device__ __forceinline__ int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 
-// What the decays of one block make of a chunk.
+// What the decays of one block make of a chunk. Where only end states are wanted, the first two are not, and the others
+// count to the segment's end.
 struct Scalars {
   float decay[CHUNK];    // g
   float source[CHUNK];   // g - log2(step): exp2(g_i - source_j) is exp2(g_i - g_j) step_j
@@ -69,109 +89,120 @@ struct Scalars {
 
 // A stretch of chunks of one row, walked from a known start state.
 struct Piece {
-  long long row;
-  int first, end;  // chunks
+  int row, first, end;  // chunks
 };
 
-// The pieces of this thread block, those first that others wait for.
+// The pieces of this thread block, those first that others wait for. A chunk of a row is at least 8 KB of x, so an int
+// counts them all.
 template <class Z, class S>
 class Pieces {
  public:
   __device__ Pieces() {
-    const long long block = blockIdx.x;
+    constexpr int ROWS = int(Z::BATCHES * (Z::ALL_BLOCKS / S::BLOCKS_HERE));
     if constexpr (S::SEGMENTS > 1) {
-      const long long per_batch_row = Z::ALL_BLOCKS / S::BLOCKS_HERE;
-      const int segments = gridDim.x / int(Z::BATCH * per_batch_row);  // one fewer where only end states are wanted
-      const long long segment = block / per_batch_row % segments;
-      low_ = block / (per_batch_row * segments) * per_batch_row + block % per_batch_row;
-      low_ = low_ * Z::CHUNKS + segment * S::CHUNKS_PER_SEGMENT;
-      high_ = low_ + S::CHUNKS_PER_SEGMENT;
-      const long long row_end = (low_ / Z::CHUNKS + 1) * Z::CHUNKS;
-      high_ = high_ < row_end ? high_ : row_end;
+      const int segments = gridDim.x / ROWS;  // one fewer where only end states are wanted
+      const int row = blockIdx.x / segments;
+      low_ = row * Z::CHUNKS + int(blockIdx.x % segments) * S::CHUNKS_PER_SEGMENT;
+      high_ = min(low_ + S::CHUNKS_PER_SEGMENT, (row + 1) * Z::CHUNKS);
     } else {
-      const long long all = Z::BATCH * (Z::ALL_BLOCKS / S::BLOCKS_HERE) * Z::CHUNKS;
-      low_ = all * block / gridDim.x;
-      high_ = all * (block + 1) / gridDim.x;
+      low_ = cut(blockIdx.x);
+      high_ = cut(blockIdx.x + 1);
     }
   }
   __device__ bool next(Piece& piece) {
     if (high_ <= low_) return false;
     piece.row = (high_ - 1) / Z::CHUNKS;
-    const long long start = piece.row * Z::CHUNKS;
-    piece.end = int(high_ - start);
-    high_ = start > low_ ? start : low_;
-    piece.first = int(high_ - start);
+    const int start = piece.row * Z::CHUNKS;
+    piece.end = high_ - start;
+    high_ = max(start, low_);
+    piece.first = high_ - start;
     return true;
   }
 
  private:
-  long long low_, high_;
-};
-
-// Position in a ring of `Stages` stages.
-template <int Stages>
-struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ void advance() {
-    if (++stage == Stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+  // Where the line of chunks is cut before a thread block: at the end of a row if what is left of it is too short to
+  // hold a state.
+  static __device__ int cut(unsigned block) {
+    constexpr long long ALL = Z::BATCHES * (Z::ALL_BLOCKS / S::BLOCKS_HERE) * Z::CHUNKS;
+    const int at = int(ALL * block / gridDim.x), row = at / Z::CHUNKS, chunk = at % Z::CHUNKS;
+    const bool fits = Z::SEQ - (long long)chunk * CHUNK >= 2 * S::PARTS * PART<Z, S>;
+    return chunk == 0 || fits ? at : (row + 1) * Z::CHUNKS;
   }
+  int low_, high_;
 };
 
-// Shared memory, as byte offsets. Tiles first: they start at multiples of 1024 bytes.
+// What of a ring of `Places` places the use-th use takes, and the parity of the phases of its barriers then.
+template <int Places>
+struct Turn {
+  unsigned place, parity;
+  __device__ explicit Turn(unsigned use) : place(use % Places), parity(use / Places % 2) {}
+};
+
+// Shared memory, as byte offsets. Tiles first: they start at multiples of 1024 bytes. A slot holds B or C of a chunk, a
+// stage x.
 template <class Z, class S, class O>
 struct Layout {
-  static constexpr unsigned GROUP_TILES = Z::STATE / 64;
-  static constexpr unsigned B = 0;
-  static constexpr unsigned C = B + GROUP_TILES * TILE;
-  static constexpr unsigned X = C + (O::STATE_ONLY ? 0 : GROUP_TILES * TILE);
-  static constexpr unsigned STAGE = X + S::BLOCKS_HERE * TILE;
-  static constexpr unsigned PAIRS = S::STAGES * STAGE;
+  static constexpr unsigned PART_TILES = PART<Z, S> / 64, GROUP_TILES = S::PARTS * PART_TILES;
+  static constexpr unsigned SLOT = GROUP_TILES * TILE, STAGE = S::BLOCKS_HERE * TILE;
+  static constexpr unsigned X = S::SLOTS * SLOT;
+  static constexpr unsigned PAIRS = X + S::STAGES * STAGE;
   static constexpr unsigned Y = PAIRS + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
   static constexpr unsigned SCALARS = Y + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
-  static constexpr unsigned FULL = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);
-  static constexpr unsigned EMPTY = FULL + 8 * S::STAGES;
-  static constexpr unsigned GATE = EMPTY + 8 * S::STAGES;
+  static constexpr unsigned BARRIERS = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);
+  // Each pair of barriers: what was asked for is there, and it is used up.
+  static constexpr unsigned FULL = BARRIERS, EMPTY = FULL + 8 * S::SLOTS;
+  static constexpr unsigned X_FULL = EMPTY + 8 * S::SLOTS, X_EMPTY = X_FULL + 8 * S::STAGES;
+  static constexpr unsigned OTHER_FULL = X_EMPTY + 8 * S::STAGES, OTHER_EMPTY = OTHER_FULL + 8;
+  static constexpr unsigned GATE = OTHER_EMPTY + 8;
+  static constexpr unsigned END = GATE + 8 * S::BLOCKS_HERE;
 };
 
 template <class Z, class S>
 struct Place {
-  long long batch_row;
-  int block, group;  // the first of the blocks of a row
-  __device__ explicit Place(long long row) {
+  int batch_row, block, group;  // the first batch row and block of a row
+  __device__ explicit Place(int row) {
     constexpr int PER_BATCH_ROW = Z::ALL_BLOCKS / S::BLOCKS_HERE;
-    batch_row = row / PER_BATCH_ROW;
-    block = int(row % PER_BATCH_ROW) * S::BLOCKS_HERE;
+    batch_row = row / PER_BATCH_ROW * Z::TOGETHER;
+    block = row % PER_BATCH_ROW * S::BLOCKS_HERE;
     group = block / Z::GROUP_BLOCKS;
   }
 };
 
-// One thread: asks for the tiles of a chunk.
+// One thread: asks for B or C of a chunk.
 template <class Z, class S, class O>
-__device__ __forceinline__ void bring_tiles(unsigned stage, unsigned full, const TensorMap& x, const TensorMap& B,
-                                            const TensorMap& C, const Place<Z, S>& place, int token) {
+__device__ __forceinline__ void bring_group(unsigned shared, const Turn<S::SLOTS>& slot, const TensorMap& map,
+                                            const Place<Z, S>& place, int chunk) {
   using L = Layout<Z, S, O>;
-  const int row = int(place.batch_row);
-  barrier_expect(full, L::STAGE);
+  const unsigned full = shared + L::FULL + 8 * slot.place, to = shared + slot.place * L::SLOT;
+  barrier_wait(shared + L::EMPTY + 8 * slot.place, slot.parity ^ 1);
+  barrier_expect(full, L::SLOT);
 #pragma unroll
   for (int i = 0; i < L::GROUP_TILES; ++i) {
-    if constexpr (!O::STATE_ONLY) copy_in(stage + L::C + i * TILE, C, 64 * i, place.group, token, row, full, KEEP_LAST);
-    copy_in(stage + L::B + i * TILE, B, 64 * i, place.group, token, row, full, KEEP_LAST);
-  }
-#pragma unroll
-  for (int i = 0; i < S::BLOCKS_HERE; ++i) {
-    copy_in(stage + L::X + i * TILE, x, 0, place.block + i, token, row, full, KEEP_FIRST);
+    copy_in(to + i * TILE, map, 64 * i, place.group, chunk * CHUNK, place.batch_row, full, KEEP_LAST);
   }
 }
 
-// The scalars of a chunk of one block, by a warp; each lane has two neighbouring tokens and their raw steps.
-template <class O>
+// One thread: asks for x of a chunk.
+template <class Z, class S, class O>
+__device__ __forceinline__ void bring_x(unsigned shared, const Turn<S::STAGES>& stage, const TensorMap& x,
+                                        const Place<Z, S>& place, int chunk) {
+  using L = Layout<Z, S, O>;
+  const unsigned full = shared + L::X_FULL + 8 * stage.place, to = shared + L::X + stage.place * L::STAGE;
+  barrier_expect(full, L::STAGE);
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS_HERE; ++i) {
+    copy_in(to + i * TILE, x, 0, place.block + i, chunk * CHUNK, place.batch_row, full,
+            O::STATE_ONLY ? KEEP : KEEP_FIRST);
+  }
+}
+
+// The scalars of a chunk of one block, by a warp; each lane has two neighbouring tokens and their raw steps. `later`:
+// log2 decay of the chunks that follow in the segment, where only its end state is wanted; this one's is added.
+template <class Z, class O>
 __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[2], int inside, float rate, float bias,
-                                                float low, float high) {
-  const int lane = threadIdx.x % 32;
+                                                float low, float high, float& later) {
+  constexpr int LANES = 32 / Z::TOGETHER;  // of a batch row
+  const int lane = threadIdx.x % 32, place = lane % LANES;
   float step[2], log[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -180,82 +211,28 @@ __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[
   }
   float before = log[0] + log[1];
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float other = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += other;
+  for (int distance = 1; distance < LANES; distance *= 2) {
+    const float other = __shfl_up_sync(~0u, before, distance, LANES);
+    if (place >= distance) before += other;
   }
-  before = __shfl_up_sync(~0u, before, 1);
-  const float g0 = (lane ? before : 0.0f) + log[0], g1 = g0 + log[1];
-  const float last = __shfl_sync(~0u, g1, 31);
+  before = __shfl_up_sync(~0u, before, 1, LANES);
+  const float g0 = (place ? before : 0.0f) + log[0], g1 = g0 + log[1];
+  float last = __shfl_sync(~0u, g1, LANES - 1, LANES);
   const float source0 = g0 - log2_fast(step[0]), source1 = g1 - log2_fast(step[1]);
-  reinterpret_cast<float2*>(to.decay)[lane] = make_float2(g0, g1);
-  reinterpret_cast<float2*>(to.source)[lane] = make_float2(source0, source1);
-  reinterpret_cast<float2*>(to.carried)[lane] = make_float2(exp2_fast(g0), exp2_fast(g1));
+  float carried0 = g0, carried1 = g1;
+  if constexpr (O::STATE_ONLY) {
+    later += last;
+    last = carried0 = carried1 = later;
+  } else {
+    reinterpret_cast<float2*>(to.decay)[lane] = make_float2(g0, g1);
+    reinterpret_cast<float2*>(to.source)[lane] = make_float2(source0, source1);
+  }
+  reinterpret_cast<float2*>(to.carried)[lane] = make_float2(exp2_fast(carried0), exp2_fast(carried1));
   reinterpret_cast<float2*>(to.leaving)[lane] = make_float2(exp2_fast(last - source0), exp2_fast(last - source1));
 }
 
-// The warpgroup that provides: warp 0 brings tiles, and each warp computes the scalars of one block.
-template <typename D, class Z, class S, class O>
-__device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, const TensorMap& C, const D* dt,
-                        const float* dt_bias, const float* A, float low, float high) {
-  using L = Layout<Z, S, O>;
-  static_assert(S::BLOCKS_HERE <= 4, "each warp computes the scalars of one block");
-  const unsigned shared = shared_address(memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp >= S::BLOCKS_HERE) return;
-  Ring<S::STAGES> ring;
-  Pieces<Z, S> pieces;
-  for (Piece piece; pieces.next(piece);) {
-    const Place<Z, S> place(piece.row);
-    const int head = (place.block + warp) / Z::HEAD_BLOCKS;
-    const long long parameter = (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::HEADS + head;
-    const float rate = A[parameter], bias = O::HAS_BIAS ? dt_bias[parameter] : 0.0f;
-    float raw[2];
-    long long left = Z::SEQ - (long long)piece.first * CHUNK - 2 * lane;  // tokens from this lane's first to the end
-    const D* from = dt + (place.batch_row * Z::SEQ + (long long)piece.first * CHUNK + 2 * lane) * Z::HEADS + head;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) raw[i] = i < left ? to_float(from[i * Z::HEADS]) : 0.0f;
-#pragma unroll 1
-    for (int chunk = piece.first; chunk < piece.end; ++chunk, ring.advance()) {
-      const unsigned full = shared + L::FULL + 8 * ring.stage;
-      barrier_wait(shared + L::EMPTY + 8 * ring.stage, ring.parity ^ 1);
-      if (warp == 0 && lane == 0) {
-        bring_tiles<Z, S, O>(shared + ring.stage * L::STAGE, full, x, B, C, place, chunk * CHUNK);
-      }
-      __syncwarp();
-      compute_scalars<O>(reinterpret_cast<Scalars*>(memory + L::SCALARS)[ring.stage * S::BLOCKS_HERE + warp], raw,
-                         left < 2 ? int(left) : 2, rate, bias, low, high);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(full);
-      left -= CHUNK;
-      from += CHUNK * Z::HEADS;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) raw[i] = i < left && chunk + 1 < piece.end ? to_float(from[i * Z::HEADS]) : 0.0f;
-    }
-  }
-}
-
-// The state of a block as its threads hold it, in scratch memory: 16 bytes of each thread side by side.
-template <int Size>
-__device__ __forceinline__ void save_state(float* to, const float (&h)[Size], int thread) {
-#pragma unroll
-  for (int i = 0; i < Size / 4; ++i) {
-    __stcg(reinterpret_cast<float4*>(to) + i * WARPGROUP + thread,
-           make_float4(h[4 * i], h[4 * i + 1], h[4 * i + 2], h[4 * i + 3]));
-  }
-}
-
-template <int Size>
-__device__ __forceinline__ void restore_state(const float* from, float (&h)[Size], int thread) {
-#pragma unroll
-  for (int i = 0; i < Size / 4; ++i) {
-    const float4 v = __ldcg(reinterpret_cast<const float4*>(from) + i * WARPGROUP + thread);
-    h[4 * i] = v.x, h[4 * i + 1] = v.y, h[4 * i + 2] = v.z, h[4 * i + 3] = v.w;
-  }
-}
-
 // S of one block, 16-bit, from C B^T (s) to shared memory. Tiles of 16 x 16 above the diagonal stay as they are: zero.
-template <typename T>
+template <typename T, class Z>
 __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars& scalars, unsigned tile, int warp,
                                             int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
@@ -263,7 +240,8 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
   const unsigned to = tile + swizzled(16 * warp + lane % 16, lane / 16);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (j > warp) continue;
+    if (j > warp) break;
+    if (Z::TOGETHER > 1 && (j ^ warp) * 16 >= Z::ROOM) continue;  // of another batch row
     unsigned r[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -285,6 +263,115 @@ __device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars&
   }
 }
 
+// How many of two tokens of a chunk, the first the `at`-th of its batch row, are not past the row's end.
+template <class Z>
+__device__ __forceinline__ int tokens_inside(int chunk, int at) {
+  return chunk + 1 < Z::CHUNKS ? 2 : int(Z::SEQ - (Z::CHUNKS - 1LL) * CHUNK) - at;
+}
+
+// The warpgroup that provides: one thread asks for tiles, and each warp computes the scalars of one block.
+template <typename D, class Z, class S, class O>
+__device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, const TensorMap& C, const D* dt,
+                        const float* dt_bias, const float* A, float* totals, float low, float high) {
+  using L = Layout<Z, S, O>;
+  static_assert(S::BLOCKS_HERE <= 4, "each warp computes the scalars of one block");
+  constexpr int STEP = O::STATE_ONLY ? -1 : 1;
+  const unsigned shared = shared_address(memory);
+  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+  if (warp >= S::BLOCKS_HERE) return;
+  unsigned done = 0;  // chunks
+  Pieces<Z, S> pieces;
+  for (Piece piece; pieces.next(piece);) {
+    const Place<Z, S> place(piece.row);
+    const int head = (place.block + warp) / Z::HEAD_BLOCKS;
+    const long long parameter = (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::HEADS + head;
+    const float rate = A[parameter], bias = O::HAS_BIAS ? dt_bias[parameter] : 0.0f;
+    // Where only end states are wanted, a segment's last chunk comes first: the next kernel, which starts with its
+    // first one, still finds that in the L2 cache.
+    const int stop = O::STATE_ONLY ? piece.first - 1 : piece.end;
+    int chunk = O::STATE_ONLY ? piece.end - 1 : piece.first;
+    const int batch_row = place.batch_row + 2 * lane / Z::ROOM, at = 2 * lane % Z::ROOM;
+    const bool there = Z::TOGETHER == 1 || batch_row < Z::BATCH;
+    const D* from = dt + (batch_row * Z::SEQ + (long long)chunk * CHUNK + at) * Z::HEADS + head;
+    float raw[2] = {0.0f, 0.0f}, later = 0.0f;
+    const auto read_steps = [&] {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (there && i < tokens_inside<Z>(chunk, at)) raw[i] = to_float(from[i * Z::HEADS]);
+      }
+    };
+    read_steps();
+#pragma unroll 1
+    while (chunk != stop) {
+      const Turn<S::STAGES> stage(done);
+      const Turn<S::SLOTS> c_slot(2 * done), b_slot(O::STATE_ONLY ? done : 2 * done + 1);
+      if (warp == 0 && lane == 0) {
+        if constexpr (!O::STATE_ONLY) bring_group<Z, S, O>(shared, c_slot, C, place, chunk);
+        if constexpr (S::SLOTS > 3 || O::STATE_ONLY) bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+      }
+      barrier_wait(shared + L::X_EMPTY + 8 * stage.place, stage.parity ^ 1);
+      if (warp == 0 && lane == 0) bring_x<Z, S, O>(shared, stage, x, place, chunk);
+      __syncwarp();
+      compute_scalars<Z, O>(reinterpret_cast<Scalars*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp], raw,
+                            there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.place);
+      // With so few slots there is room only once C of the chunk before is used up, which x must not wait for.
+      if (S::SLOTS <= 3 && !O::STATE_ONLY && warp == 0 && lane == 0)
+        bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+      ++done;
+      chunk += STEP;
+      from += STEP * CHUNK * Z::HEADS;
+      if (chunk != stop) read_steps();
+    }
+    if constexpr (O::STATE_ONLY) {
+      const int slots = S::SEGMENTS - 1;
+      const long long at = piece.row * slots + piece.first / S::CHUNKS_PER_SEGMENT;
+      if (lane == 0) totals[at * S::BLOCKS_HERE + warp] = later;
+    }
+  }
+}
+
+// Where the state of a block at the start of a piece waits: in the block's channels of y, from the piece's first token
+// on; 16 bytes of each thread side by side. `first`: the piece's first chunk.
+template <class Z, class S>
+class Waiting {
+ public:
+  static constexpr int PER_TOKEN = 8 * Z::ALL_BLOCKS;  // 16 bytes each
+  __device__ Waiting(void* y, const Place<Z, S>& place, int first)
+      : y_(static_cast<float4*>(y) + (place.batch_row * Z::SEQ + (long long)first * CHUNK) * PER_TOKEN +
+           place.block * 8) {}
+  // The `index`-th 16 bytes of a block's state.
+  __device__ __forceinline__ float4* at(int block, int index) const {
+    return y_ + (long long)(index / 8) * PER_TOKEN + block * 8 + index % 8;
+  }
+  // The i-th 16 bytes of a thread of the warpgroup that keeps a part of a block's state.
+  __device__ __forceinline__ float4* at(int block, int part, int i, int thread) const {
+    return at(block, (part * (PART<Z, S> / 8) + i) * WARPGROUP + thread);
+  }
+
+ private:
+  float4* y_;
+};
+
+template <class Z, class S>
+__device__ __forceinline__ void save_state(const Waiting<Z, S>& to, int block, int part,
+                                           const float (&h)[PART<Z, S> / 2], int thread) {
+#pragma unroll
+  for (int i = 0; i < PART<Z, S> / 8; ++i) {
+    __stcg(to.at(block, part, i, thread), make_float4(h[4 * i], h[4 * i + 1], h[4 * i + 2], h[4 * i + 3]));
+  }
+}
+
+template <class Z, class S>
+__device__ __forceinline__ void restore_state(const Waiting<Z, S>& from, int block, int part,
+                                              float (&h)[PART<Z, S> / 2], int thread) {
+#pragma unroll
+  for (int i = 0; i < PART<Z, S> / 8; ++i) {
+    const float4 v = __ldcg(from.at(block, part, i, thread));
+    h[4 * i] = v.x, h[4 * i + 1] = v.y, h[4 * i + 2] = v.z, h[4 * i + 3] = v.w;
+  }
+}
 template <typename T>
 __device__ __forceinline__ float element(unsigned address) {
   unsigned short bits;
@@ -300,7 +387,7 @@ __device__ __forceinline__ void set_element(unsigned address, float v) {
 // Adds to a warp's 16 channels of y what tokens of x that are not finite give: the products were made without them,
 // since a zero of S times an infinity or NaN would reach earlier tokens. With a gate the sum is NaN, without an
 // infinity's sign.
-template <typename T, bool Gated>
+template <typename T, bool Gated, int Room>
 __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsigned y, int warp, int lane) {
   __syncwarp();
 #pragma unroll 1
@@ -309,7 +396,7 @@ __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsig
     const unsigned to = y + swizzled(token, channel / 8) + channel % 8 * 2;
     float sum = element<T>(to);
 #pragma unroll 1
-    for (int j = 0; j <= token; ++j) {
+    for (int j = token / Room * Room; j <= token; ++j) {
       const float v = element<T>(x + swizzled(j, channel / 8) + channel % 8 * 2);
       if (!isfinite(v)) sum += (Gated ? v - v : v) * element<T>(pairs + swizzled(token, j / 8) + j % 8 * 2);
     }
@@ -317,344 +404,637 @@ __device__ __forceinline__ void add_not_finite(unsigned x, unsigned pairs, unsig
   }
 }
 
-// One warpgroup of those that compute.
-template <typename T, class Z, class S, class O>
-__device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
-                        float* states, float* totals, int* flags, float* final) {
-  using L = Layout<Z, S, O>;
-  constexpr int N = Z::STATE, BLOCKS = S::BLOCKS;
-  using Product = Wgmma<T, CHUNK>;
-  using StateProduct = Wgmma<T, N>;
-  const unsigned shared = shared_address(memory);
-  const int group_of_warps = threadIdx.x / WARPGROUP - 1;
-  const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-  const int first_block = group_of_warps * BLOCKS, barrier = 1 + group_of_warps;
-  const int column = 2 * (lane % 4);
-  const long long state_size = 64 * N;
-  // Where this thread's lane finds, or puts, 8 x 8 tiles of x and y: 16 channels of 16 tokens at a time.
-  const unsigned channel_tile = swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
-
-  if constexpr (!O::STATE_ONLY) {
-    for (int i = thread; i < BLOCKS * int(TILE) / 16; i += WARPGROUP) {
-      reinterpret_cast<uint4*>(memory + L::PAIRS + first_block * TILE)[i] = make_uint4(0, 0, 0, 0);
+// x of 16 tokens as an A operand (x[p][k]), times what of each token is left at the chunk's end.
+template <typename T>
+__device__ __forceinline__ void weigh(unsigned (&weighed)[4], const unsigned (&x)[4], const float* leaving) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 w = *reinterpret_cast<const float2*>(leaving + 8 * half);
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      weighed[i] = Pair<T>::of(Pair<T>::low(x[i]) * w.x, Pair<T>::high(x[i]) * w.y);
     }
+  }
+}
+
+template <int Size>
+__device__ __forceinline__ void scale(float (&h)[Size], float factor) {
+#pragma unroll
+  for (int i = 0; i < Size; ++i) h[i] *= factor;
+}
+
+// Who a thread of a warpgroup that computes is.
+template <class S>
+struct Member {
+  int warpgroup, part, first_block, thread, warp, lane;
+  int row, column;        // of the thread's first element of an accumulator
+  unsigned channel_tile;  // where its lane finds, or puts, 8 x 8 tiles of x and y: 16 channels of 16 tokens at a time
+  __device__ Member()
+      : warpgroup(same_in_warp(threadIdx.x / WARPGROUP) - 1),
+        part(warpgroup % S::PARTS),
+        first_block(warpgroup / S::PARTS * S::BLOCKS),
+        thread(threadIdx.x % WARPGROUP),
+        warp(same_in_warp(thread / 32)),
+        lane(thread % 32),
+        row(16 * warp + lane / 4),
+        column(2 * (lane % 4)),
+        channel_tile(swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2)) {}
+};
+
+// Where a thread's first element of the state of the `b`-th block of its warpgroup is in [batch, blocks, 64, N].
+template <class Z, class S>
+__device__ __forceinline__ long long state_place(const Place<Z, S>& place, int b, const Member<S>& me) {
+  const long long block = (long long)place.batch_row * Z::ALL_BLOCKS + place.block + me.first_block + b;
+  return (block * 64 + me.row) * Z::STATE + me.part * PART<Z, S> + me.column;
+}
+
+// Eight columns of a thread's part, from the `j`-th on, are those of a state, not zeros that fill its last tile.
+template <class Z, class S>
+__device__ __forceinline__ bool has_columns(int j, const Member<S>& me) {
+  return S::PARTS * PART<Z, S> == Z::STATE || me.part * PART<Z, S> + j < Z::STATE;
+}
+
+template <class Z, class S>
+__device__ __forceinline__ void load_state(const float* from, const Place<Z, S>& place, int b,
+                                           float (&h)[PART<Z, S> / 2], const Member<S>& me) {
+  from += state_place<Z, S>(place, b, me);
+#pragma unroll
+  for (int j = 0; j < PART<Z, S> / 8; ++j) {
+    const bool there = has_columns<Z, S>(8 * j, me);
+    const float2 v0 = there ? *reinterpret_cast<const float2*>(from + 8 * j) : make_float2(0.0f, 0.0f);
+    const float2 v1 = there ? *reinterpret_cast<const float2*>(from + 8 * Z::STATE + 8 * j) : make_float2(0.0f, 0.0f);
+    h[4 * j] = v0.x, h[4 * j + 1] = v0.y, h[4 * j + 2] = v1.x, h[4 * j + 3] = v1.y;
+  }
+}
+
+template <class Z, class S>
+__device__ __forceinline__ void store_state(float* to, const Place<Z, S>& place, int b,
+                                            const float (&h)[PART<Z, S> / 2], const Member<S>& me) {
+  to += state_place<Z, S>(place, b, me);
+#pragma unroll
+  for (int j = 0; j < PART<Z, S> / 8; ++j) {
+    if (!has_columns<Z, S>(8 * j, me)) continue;
+    *reinterpret_cast<float2*>(to + 8 * j) = make_float2(h[4 * j], h[4 * j + 1]);
+    *reinterpret_cast<float2*>(to + 8 * Z::STATE + 8 * j) = make_float2(h[4 * j + 2], h[4 * j + 3]);
+  }
+}
+
+// One warpgroup, only the states: the end state of its segment for each of its blocks.
+template <typename T, class Z, class S, class O>
+__device__ void compute_states(char* memory, const float* initial, void* y) {
+  using L = Layout<Z, S, O>;
+  constexpr int N = PART<Z, S>, BLOCKS = S::BLOCKS;
+  const unsigned shared = shared_address(memory);
+  const Member<S> me;
+  float h[BLOCKS][N / 2], left[BLOCKS];
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
+  }
+  Piece piece;
+  Pieces<Z, S>().next(piece);
+  unsigned used = 0;  // barrier of the slot that the products under way read
+#pragma unroll 1
+  for (int count = 0; count < piece.end - piece.first; ++count) {
+    const Turn<S::STAGES> stage(count);
+    const Turn<S::SLOTS> slot(count);
+    const unsigned x_tiles = shared + L::X + stage.place * L::STAGE + me.first_block * TILE;
+    const unsigned b_tiles = shared + slot.place * L::SLOT + me.part * L::PART_TILES * TILE;
+    const Scalars* scalars =
+        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage.place * S::BLOCKS_HERE + me.first_block;
+    barrier_wait(shared + L::X_FULL + 8 * stage.place, stage.parity);
+    wgmma_wait<0>();  // until then the products of the chunk before read the registers of x
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
+    if (used && me.lane == 0) barrier_arrive(used);
+    used = shared + L::EMPTY + 8 * slot.place;
+    unsigned x[BLOCKS][4][4];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      left[b] = scalars[b].carried[0];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        load_tiles_transposed(x[b][k], x_tiles + b * TILE + me.channel_tile + k * 2048);
+        weigh<T>(x[b][k], x[b][k], scalars[b].leaving + 16 * k + me.column);
+      }
+    }
+    __syncwarp();
+    if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage.place);
+    barrier_wait(shared + L::FULL + 8 * slot.place, slot.parity);
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma<T, N>::template registers<true>(h[b], x[b][k], advanced(column_descriptor(b_tiles, TILE), k * 2048),
+                                              true);
+      }
+    }
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  const Place<Z, S> place(piece.row);
+  const Waiting<Z, S> to(y, place, piece.first + S::CHUNKS_PER_SEGMENT);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    pin(h[b]);
+    if (O::HAS_INITIAL && piece.first == 0) {
+      float start[N / 2];
+      load_state<Z, S>(initial, place, b, start, me);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) h[b][i] += left[b] * start[i];
+    }
+    save_state<Z, S>(to, me.first_block + b, me.part, h[b], me.thread);
+  }
+}
+
+// The state in which a piece starts, of the `b`-th block of this warpgroup.
+template <class Z, class S, class O>
+__device__ __forceinline__ void start_state(float (&h)[PART<Z, S> / 2], const Piece& piece, const Place<Z, S>& place,
+                                            int b, const float* initial, void* y, const Member<S>& me) {
+  if (piece.first > 0) {
+    restore_state<Z, S>(Waiting<Z, S>(y, place, piece.first), me.first_block + b, me.part, h, me.thread);
+  } else if (O::HAS_INITIAL) {
+    load_state<Z, S>(initial, place, b, h, me);
+  } else {
+#pragma unroll
+    for (int i = 0; i < PART<Z, S> / 2; ++i) h[i] = 0.0f;
+  }
+}
+
+__device__ __forceinline__ void wait_for_flag(const int* flag) {
+  int ready;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ready) : "l"(flag) : "memory");
+  } while (!ready);
+}
+
+__device__ __forceinline__ void raise_flag(int* flag) {
+  asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+// Half of a y of the second part of a state to the warpgroup of the first, through the tile that will hold y: 16
+// numbers of a thread. `half` is the parity of the barriers' phases too, since there are two in a chunk.
+template <class L>
+__device__ __forceinline__ void send_half(char* memory, const float* y, int half, int thread) {
+  const unsigned shared = shared_address(memory);
+  barrier_wait(shared + L::OTHER_EMPTY, half);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    reinterpret_cast<float4*>(memory + L::Y)[i * WARPGROUP + thread] =
+        make_float4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+  }
+  __syncwarp();
+  if (thread % 32 == 0) barrier_arrive(shared + L::OTHER_FULL);
+}
+
+template <class L>
+__device__ __forceinline__ void add_half(char* memory, float* y, int half, int thread) {
+  barrier_wait(shared_address(memory) + L::OTHER_FULL, half);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 v = reinterpret_cast<const float4*>(memory + L::Y)[i * WARPGROUP + thread];
+    y[4 * i] += v.x, y[4 * i + 1] += v.y, y[4 * i + 2] += v.z, y[4 * i + 3] += v.w;
+  }
+  __syncwarp();
+}
+
+// Rounds y of 16 tokens and 16 channels, times silu(z), which is in its place, if there is one.
+template <typename T, bool Gated>
+__device__ __forceinline__ void finish(unsigned (&rounded)[4], float* y, unsigned tile) {
+  if constexpr (Gated) {
+    load_tiles_transposed(rounded, tile);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float z0 = Pair<T>::low(rounded[i]), z1 = Pair<T>::high(rounded[i]);
+      y[2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
+      y[2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rounded[i] = Pair<T>::of(y[2 * i], y[2 * i + 1]);
+}
+
+// C B^T of a chunk, over all parts of the state.
+template <typename T, class Z, class S, class O>
+__device__ __forceinline__ void source_products(float (&s)[32], unsigned c_slot, unsigned b_slot) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4 * int(Layout<Z, S, O>::GROUP_TILES); ++k) {
+    const unsigned at = k / 4 * TILE + k % 4 * 32;
+    Wgmma<T, CHUNK>::template shared<>(s, advanced(row_descriptor(c_slot), at), advanced(row_descriptor(b_slot), at),
+                                       k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s);
+}
+
+// S above its diagonal, of the blocks of this warpgroup.
+template <class S>
+__device__ __forceinline__ void clear_pairs(char* pairs, int thread) {
+  for (int i = thread; i < S::BLOCKS * int(TILE) / 16; i += WARPGROUP) {
+    reinterpret_cast<uint4*>(pairs)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// One warpgroup of those that compute y. The one of a state's second part leaves all of y but h C^T to the first's.
+template <bool Second, typename T, class Z, class S, class O>
+__device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D, const float* initial,
+                        void* y_memory, int* flags, float* final) {
+  using L = Layout<Z, S, O>;
+  static_assert(S::STAGES == 2);
+  constexpr int N = PART<Z, S>, BLOCKS = S::BLOCKS;
+  using Product = Wgmma<T, CHUNK>;
+  const unsigned shared = shared_address(memory);
+  const Member<S> me;
+  const int barrier = FIRST_BARRIER + me.warpgroup;
+  const unsigned pair_tiles = shared + L::PAIRS + me.first_block * TILE,
+                 y_tiles = shared + L::Y + me.first_block * TILE;
+  if constexpr (!Second) {
+    clear_pairs<S>(memory + L::PAIRS + me.first_block * TILE, me.thread);
     named_barrier(barrier, WARPGROUP);
   }
 
-  float h[BLOCKS][N / 2];
-  Ring<S::STAGES> ring;
-  unsigned gate_parity = 0;
+  float h[BLOCKS][N / 2], skip[BLOCKS][2];
+  unsigned count = 0;  // chunks done, for stages and parities
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
     const Place<Z, S> place(piece.row);
-    const int block = place.block + first_block;
-    float total[BLOCKS];
-    float skip[BLOCKS][2];
-
-    if constexpr (S::SEGMENTS == 1) {
-      if (piece.first > 0) {
-        if (thread == 0) {
-          int ready;
-          do {
-            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
-                         : "=r"(ready)
-                         : "l"(flags + (blockIdx.x - 1) * S::WARPGROUPS + group_of_warps)
-                         : "memory");
-          } while (!ready);
-        }
-        named_barrier(barrier, WARPGROUP);
-      }
+    const int block = place.block + me.first_block;
+    if (S::SEGMENTS == 1 && piece.first > 0) {
+      if (me.thread == 0) wait_for_flag(flags + (blockIdx.x - 1) * S::WARPGROUPS + me.warpgroup);
+      named_barrier(barrier, WARPGROUP);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      total[b] = 0.0f;
-      if (piece.first > 0 && !O::STATE_ONLY) {
-        const long long slot = S::SEGMENTS > 1 ? piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT - 1
-                                               : (long long)blockIdx.x - 1;
-        restore_state(states + (slot * S::BLOCKS_HERE + first_block + b) * state_size, h[b], thread);
-      } else if (piece.first == 0 && O::HAS_INITIAL) {
-        const float* from = initial + ((place.batch_row * Z::ALL_BLOCKS + block + b) * 64 + 16 * warp + lane / 4) * N;
-#pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-          const float2 v0 = *reinterpret_cast<const float2*>(from + 8 * j + column);
-          const float2 v1 = *reinterpret_cast<const float2*>(from + 8 * N + 8 * j + column);
-          h[b][4 * j] = v0.x, h[b][4 * j + 1] = v0.y, h[b][4 * j + 2] = v1.x, h[b][4 * j + 3] = v1.y;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
-      }
-      if constexpr (O::HAS_D) {
-        const float* from = D + (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::ALL_BLOCKS * 64;
-        skip[b][0] = from[(block + b) * 64 + 16 * warp + lane / 4];
-        skip[b][1] = from[(block + b) * 64 + 16 * warp + lane / 4 + 8];
+      start_state<Z, S, O>(h[b], piece, place, b, initial, y_memory, me);
+      if constexpr (O::HAS_D && !Second) {
+        const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block + b) * 64;
+        skip[b][0] = from[me.row];
+        skip[b][1] = from[me.row + 8];
       }
     }
-
-    for (int chunk = piece.first; chunk < piece.end; ++chunk, ring.advance()) {
-      const unsigned stage = shared + ring.stage * L::STAGE;
+    if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
+      named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
+    }
+#pragma unroll 1
+    for (int chunk = piece.first; chunk < piece.end; ++chunk, ++count) {
+      const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
       const Scalars* scalars =
-          reinterpret_cast<const Scalars*>(memory + L::SCALARS) + ring.stage * S::BLOCKS_HERE + first_block;
-      barrier_wait(shared + L::FULL + 8 * ring.stage, ring.parity);
-
-      if constexpr (!O::STATE_ONLY) {
+          reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+      const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
+      const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
+      const unsigned c_tiles = c_slot + me.part * L::PART_TILES * TILE;
+      barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
+      const unsigned b_slot = shared + B.place * L::SLOT, b_empty = shared + L::EMPTY + 8 * B.place;
+      const unsigned b_tiles = b_slot + me.part * L::PART_TILES * TILE;
+      barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
+      barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+      if constexpr (!Second) {
         float s[32];
-        wgmma_fence();
+        source_products<T, Z, S, O>(s, c_slot, b_slot);
 #pragma unroll
-        for (int k = 0; k < N / 16; ++k) {
-          const unsigned at = k / 4 * TILE + k % 4 * 32;
-          Product::template shared<>(s, advanced(row_descriptor(stage + L::C), at),
-                                     advanced(row_descriptor(stage + L::B), at), k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(s);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          store_pairs<T>(s, scalars[b], shared + L::PAIRS + (first_block + b) * TILE, warp, lane);
-        }
+        for (int b = 0; b < BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
         fence_async_proxy();
-        if (thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
+        if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
         named_barrier(barrier, WARPGROUP);
-        if constexpr (O::HAS_Z) {
-          if (thread == 0) {
+        if (S::PARTS > 1 && me.lane == 0) barrier_arrive(shared + L::OTHER_EMPTY);
+        if (O::HAS_Z && S::PARTS == 1 && me.thread == 0) {
 #pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-              const unsigned gate = shared + L::GATE + 8 * (first_block + b);
-              barrier_expect(gate, TILE);
-              copy_in(shared + L::Y + (first_block + b) * TILE, z, 0, block + b, chunk * CHUNK, int(place.batch_row),
-                      gate, KEEP_FIRST);
-            }
+          for (int b = 0; b < BLOCKS; ++b) {
+            const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
+            barrier_expect(gate, TILE);
+            copy_in(y_tiles + b * TILE, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
           }
         }
       }
 
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        const unsigned x_tile = stage + L::X + (first_block + b) * TILE;
-        const unsigned pairs = shared + L::PAIRS + (first_block + b) * TILE;
+        const unsigned x_tile = x_tiles + b * TILE, pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
         float y[32];
-        if constexpr (!O::STATE_ONLY) {
-          unsigned a[N / 16][4];
+        // The state as an operand, at most 32 registers of it at a time.
+        constexpr int STEPS = N / 16, DEPTH = STEPS < 8 ? STEPS : 8;
 #pragma unroll
-          for (int k = 0; k < N / 16; ++k) {
+        for (int first = 0; first < STEPS; first += DEPTH) {
+          if (first > 0) {
+            wgmma_wait<0>();
+            pin(y);
+          }
+          unsigned a[DEPTH][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[k][i] = Pair<T>::of(h[b][8 * k + 2 * i], h[b][8 * k + 2 * i + 1]);
+          for (int k = 0; k < DEPTH; ++k) {
+            if (first + k >= STEPS) break;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float* pair = h[b] + 8 * (first + k) + 2 * i;
+              a[k][i] = Pair<T>::of(pair[0], pair[1]);
+            }
           }
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < N / 16; ++k) {
-            Product::template registers<>(y, a[k], advanced(row_descriptor(stage + L::C), k / 4 * TILE + k % 4 * 32),
-                                          k > 0);
+          for (int k = 0; k < DEPTH; ++k) {
+            if (first + k >= STEPS) break;
+            const unsigned at = (first + k) / 4 * TILE + k % 4 * 32;
+            Product::template registers<>(y, a[k], advanced(row_descriptor(c_tiles), at), first + k > 0);
           }
           wgmma_commit();
         }
-        const float left = scalars[b].carried[CHUNK - 1];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) h[b][i] *= left;
-        if constexpr (O::STATE_ONLY) total[b] += scalars[b].decay[CHUNK - 1];
-        if constexpr (!O::STATE_ONLY) {
-          wgmma_wait<0>();
-          pin(y);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + 8 * j + column);
-            y[4 * j] *= carried.x, y[4 * j + 1] *= carried.y, y[4 * j + 2] *= carried.x, y[4 * j + 3] *= carried.y;
-          }
-        }
-        unsigned xt[4][4], xw[4][4], finite = 0;
+        scale(h[b], scalars[b].carried[CHUNK - 1]);
+        wgmma_wait<0>();
+        pin(y);
+        if (b == BLOCKS - 1 && me.lane == 0) barrier_arrive(c_empty);
+        unsigned x[4][4], weighed[4][4], finite = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          load_tiles_transposed(xt[k], x_tile + channel_tile + k * 2048);
+          load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float2 w = *reinterpret_cast<const float2*>(scalars[b].leaving + 16 * k + 8 * half + column);
+            const int token = 16 * k + 8 * half + me.column;
+            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + token);
+            const float2 leaving = *reinterpret_cast<const float2*>(scalars[b].leaving + token);
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              xw[k][i] = Pair<T>::of(Pair<T>::low(xt[k][i]) * w.x, Pair<T>::high(xt[k][i]) * w.y);
-              if constexpr (!O::STATE_ONLY) finite = Pair<T>::plus_zero_times(finite, xt[k][i]);
+              const float x0 = Pair<T>::low(x[k][i]), x1 = Pair<T>::high(x[k][i]);
+              float& y0 = y[8 * k + 2 * i];
+              float& y1 = y[8 * k + 2 * i + 1];
+              y0 *= carried.x, y1 *= carried.y;
+              if constexpr (O::HAS_D && !Second) y0 += skip[b][i % 2] * x0, y1 += skip[b][i % 2] * x1;
+              weighed[k][i] = Pair<T>::of(x0 * leaving.x, x1 * leaving.y);
+              if constexpr (!Second) finite = Pair<T>::plus_zero_times(finite, x[k][i]);
             }
           }
         }
-        bool poisoned = false;
-        if constexpr (!O::STATE_ONLY) {
-          poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
-          if (poisoned) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) xt[k][i] = Pair<T>::only_finite(xt[k][i]);
-            }
-          }
-          wgmma_fence();
+        const bool poisoned = !Second && __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+        if (poisoned) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            Product::template registers<>(y, xt[k], advanced(row_descriptor(pairs), k * 32), true);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
+          }
+        }
+        wgmma_fence();
+        if constexpr (!Second) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            Product::template registers<>(y, x[k], advanced(row_descriptor(pairs), k * 32), true);
           }
           wgmma_commit();
         }
-        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          StateProduct::template registers<true>(h[b], xw[k], advanced(column_descriptor(stage + L::B, TILE), k * 2048),
-                                                 true);
+          Wgmma<T, N>::template registers<true>(h[b], weighed[k], advanced(column_descriptor(b_tiles, TILE), k * 2048),
+                                                true);
         }
         wgmma_commit();
-
-        if constexpr (!O::STATE_ONLY) {
+        if constexpr (Second) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) send_half<L>(memory, y + 16 * half, half, me.thread);
+        } else {
           wgmma_wait<1>();
           pin(y);
-          if constexpr (O::HAS_D) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                y[8 * k + 2 * i] += skip[b][i % 2] * Pair<T>::low(xt[k][i]);
-                y[8 * k + 2 * i + 1] += skip[b][i % 2] * Pair<T>::high(xt[k][i]);
-              }
+          const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
+          if constexpr (S::PARTS > 1) {
+            add_half<L>(memory, y, 0, me.thread);
+            if (me.lane == 0) barrier_arrive(shared + L::OTHER_EMPTY);
+            add_half<L>(memory, y + 16, 1, me.thread);
+            named_barrier(barrier, WARPGROUP);
+            if (O::HAS_Z && me.thread == 0) {
+              barrier_expect(gate, TILE);
+              copy_in(y_tile, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
             }
           }
-          if constexpr (O::HAS_Z) barrier_wait(shared + L::GATE + 8 * (first_block + b), gate_parity);
-          const unsigned y_tile = shared + L::Y + (first_block + b) * TILE;
+          if constexpr (O::HAS_Z) barrier_wait(gate, count % 2);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            unsigned r[4];
-            if constexpr (O::HAS_Z) {
-              load_tiles_transposed(r, y_tile + channel_tile + k * 2048);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const float z0 = Pair<T>::low(r[i]), z1 = Pair<T>::high(r[i]);
-                y[8 * k + 2 * i] *= __fdividef(z0, 1.0f + exp2_fast(-LOG2E * z0));
-                y[8 * k + 2 * i + 1] *= __fdividef(z1, 1.0f + exp2_fast(-LOG2E * z1));
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) r[i] = Pair<T>::of(y[8 * k + 2 * i], y[8 * k + 2 * i + 1]);
-            store_tiles_transposed(y_tile + channel_tile + k * 2048, r);
+            unsigned rounded[4];
+            finish<T, O::HAS_Z>(rounded, y + 8 * k, y_tile + me.channel_tile + k * 2048);
+            store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded);
           }
-          if (poisoned) add_not_finite<T, O::HAS_Z>(x_tile, pairs, y_tile, warp, lane);
-          fence_async_proxy();
-        }
-        if (b == BLOCKS - 1) {
-          wgmma_wait<0>();
-#pragma unroll
-          for (int i = 0; i < BLOCKS; ++i) pin(h[i]);
-        }
-        if (!O::STATE_ONLY || b == BLOCKS - 1) named_barrier(barrier, WARPGROUP);
-        if (thread == 0) {
-          if constexpr (!O::STATE_ONLY) {
-            copy_out(y_map, 0, block + b, chunk * CHUNK, int(place.batch_row), shared + L::Y + (first_block + b) * TILE,
-                     KEEP_FIRST);
-            copies_commit();
-          }
-          if (b == BLOCKS - 1) barrier_arrive(shared + L::EMPTY + 8 * ring.stage);
+          if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
         }
       }
-      gate_parity ^= 1;
+      if constexpr (!Second) fence_async_proxy();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
+      if (me.lane == 0) {
+        barrier_arrive(b_empty);
+        barrier_arrive(shared + L::X_EMPTY + 8 * stage);
+      }
+      if constexpr (!Second) {
+        named_barrier(barrier, WARPGROUP);
+        if (me.thread == 0) {
+#pragma unroll
+          for (int b = 0; b < BLOCKS; ++b) {
+            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
+          }
+          copies_commit();
+        }
+      }
     }
 
-    if constexpr (O::STATE_ONLY) {
-      const long long slot = piece.row * (S::SEGMENTS - 1) + piece.first / S::CHUNKS_PER_SEGMENT;
+    if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
+      const Waiting<Z, S> to(y_memory, place, piece.end);
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) {
-        const long long at = slot * S::BLOCKS_HERE + first_block + b;
-        save_state(states + at * state_size, h[b], thread);
-        if (thread == 0) totals[at] = total[b];
-      }
-    } else {
-      if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
+      for (int b = 0; b < BLOCKS; ++b) save_state<Z, S>(to, me.first_block + b, me.part, h[b], me.thread);
+      __threadfence();
+      named_barrier(barrier, WARPGROUP);
+      if (me.thread == 0) raise_flag(flags + blockIdx.x * S::WARPGROUPS + me.warpgroup);
+    }
+    if (O::HAS_FINAL && piece.end == Z::CHUNKS) {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          save_state(states + ((long long)blockIdx.x * S::BLOCKS_HERE + first_block + b) * state_size, h[b], thread);
-        }
-        __threadfence();
-        named_barrier(barrier, WARPGROUP);
-        if (thread == 0) {
-          asm volatile("st.release.gpu.global.b32 [%0], 1;" ::"l"(flags + blockIdx.x * S::WARPGROUPS + group_of_warps)
-                       : "memory");
-        }
-      }
-      if (O::HAS_FINAL && piece.end == Z::CHUNKS) {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-          float* to = final + ((place.batch_row * Z::ALL_BLOCKS + block + b) * 64 + 16 * warp + lane / 4) * N;
-#pragma unroll
-          for (int j = 0; j < N / 8; ++j) {
-            *reinterpret_cast<float2*>(to + 8 * j + column) = make_float2(h[b][4 * j], h[b][4 * j + 1]);
-            *reinterpret_cast<float2*>(to + 8 * N + 8 * j + column) = make_float2(h[b][4 * j + 2], h[b][4 * j + 3]);
-          }
-        }
-      }
+      for (int b = 0; b < BLOCKS; ++b) store_state<Z, S>(final, place, b, h[b], me);
     }
   }
-  if (!O::STATE_ONLY && thread == 0) copies_wait<0>();
+  if (me.thread == 0) copies_wait<0>();
+}
+
+// One warpgroup of those that compute y of rows without states.
+template <typename T, class Z, class S, class O>
+__device__ void compute_stateless(char* memory, const TensorMap& z, const TensorMap& y_map, const float* D) {
+  using L = Layout<Z, S, O>;
+  static_assert(S::PARTS == 1 && S::STAGES == 2);
+  const unsigned shared = shared_address(memory);
+  const Member<S> me;
+  const int barrier = FIRST_BARRIER + me.warpgroup;
+  const unsigned pair_tiles = shared + L::PAIRS + me.first_block * TILE,
+                 y_tiles = shared + L::Y + me.first_block * TILE;
+  clear_pairs<S>(memory + L::PAIRS + me.first_block * TILE, me.thread);
+  named_barrier(barrier, WARPGROUP);
+  unsigned count = 0;  // chunks done, for stages and parities
+  Pieces<Z, S> pieces;
+#pragma unroll 1
+  for (Piece piece; pieces.next(piece); ++count) {
+    const Place<Z, S> place(piece.row);
+    const int block = place.block + me.first_block;
+    const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
+    const Scalars* scalars =
+        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+    const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
+    const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
+    barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
+    const unsigned b_slot = shared + B.place * L::SLOT, b_empty = shared + L::EMPTY + 8 * B.place;
+    barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
+    barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
+    float s[32];
+    source_products<T, Z, S, O>(s, c_slot, b_slot);
+    if (me.lane == 0) {
+      barrier_arrive(c_empty);
+      barrier_arrive(b_empty);
+    }
+#pragma unroll 1
+    for (int b = 0; b < S::BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+    fence_async_proxy();
+    if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
+    named_barrier(barrier, WARPGROUP);
+#pragma unroll 1
+    for (int b = 0; b < S::BLOCKS; ++b) {
+      const unsigned x_tile = x_tiles + b * TILE, pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
+      const unsigned gate = shared + L::GATE + 8 * (me.first_block + b);
+      if (O::HAS_Z && me.thread == 0) {
+        barrier_expect(gate, TILE);
+        copy_in(y_tile, z, 0, block + b, 0, place.batch_row, gate, KEEP_FIRST);
+      }
+      float skip[2] = {0.0f, 0.0f};
+      if constexpr (O::HAS_D) {
+        const float* from = D + ((long long)block + b) * 64;
+        skip[0] = from[me.row], skip[1] = from[me.row + 8];
+      }
+      float y[32];
+      unsigned x[4][4], finite = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          y[8 * k + 2 * i] = skip[i % 2] * Pair<T>::low(x[k][i]);
+          y[8 * k + 2 * i + 1] = skip[i % 2] * Pair<T>::high(x[k][i]);
+          finite = Pair<T>::plus_zero_times(finite, x[k][i]);
+        }
+      }
+      const bool poisoned = __any_sync(~0u, (finite & 0x7FFF7FFFu) != 0);
+      if (poisoned) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[k][i] = Pair<T>::only_finite(x[k][i]);
+        }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma<T, CHUNK>::template registers<>(y, x[k], advanced(row_descriptor(pairs), k * 32), O::HAS_D || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(y);
+      if constexpr (O::HAS_Z) barrier_wait(gate, count % 2);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        unsigned rounded[4];
+        finish<T, O::HAS_Z>(rounded, y + 8 * k, y_tile + me.channel_tile + k * 2048);
+        store_tiles_transposed(y_tile + me.channel_tile + k * 2048, rounded);
+      }
+      if (poisoned) add_not_finite<T, O::HAS_Z, Z::ROOM>(x_tile, pairs, y_tile, me.warp, me.lane);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
+    named_barrier(barrier, WARPGROUP);
+    if (me.thread == 0) {
+#pragma unroll 1
+      for (int b = 0; b < S::BLOCKS; ++b)
+        copy_out(y_map, 0, block + b, 0, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
+      copies_commit();
+    }
+  }
+  if (me.thread == 0) copies_wait<0>();
 }
 
 }  // namespace
 
 // x, z, y: maps of [batch, seq, blocks, 64], B, C: of [batch, seq, groups, N], boxes of 64 tokens. dt [batch, seq,
 // heads], dt_bias, A [1 or batch, heads], D [1 or batch, heads, head_dim], initial, final [batch, heads, head_dim, N].
-// states: a slot for each segment but the last of each row, or for each thread block; totals: log2 decay of each of
-// these segments and its blocks. flags: zero; one for each thread block and warpgroup. What an option leaves out is not
-// touched.
+// y_memory: the y of the map. totals: log2 decay of each segment but the last and its blocks. flags: zero; one for each
+// thread block and warpgroup. What an option leaves out is not touched, nor are flags where no row is cut.
 template <typename T, typename D, class Z, class S, class O>
 __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
     forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap B,
             const __grid_constant__ TensorMap C, const __grid_constant__ TensorMap z,
             const __grid_constant__ TensorMap y, const D* dt, const float* dt_bias, const float* A, const float* skip,
-            const float* initial, float* states, float* totals, int* flags, float* final, float low, float high) {
+            const float* initial, T* y_memory, float* totals, int* flags, float* final, float low, float high) {
   using L = Layout<Z, S, O>;
   extern __shared__ __align__(1024) char memory[];
   const unsigned shared = shared_address(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::STAGES; ++i) {
-      barrier_init(shared + L::FULL + 8 * i, 1 + S::BLOCKS_HERE);
-      barrier_init(shared + L::EMPTY + 8 * i, S::WARPGROUPS);
-    }
+    constexpr int WARPS = 4 * S::WARPGROUPS;
+    const auto init = [&](unsigned full, unsigned empty, int count, int suppliers, int users) {
+      for (int i = 0; i < count; ++i) {
+        barrier_init(shared + full + 8 * i, suppliers);
+        barrier_init(shared + empty + 8 * i, users);
+      }
+    };
+    init(L::FULL, L::EMPTY, S::SLOTS, 1, WARPS);
+    init(L::X_FULL, L::X_EMPTY, S::STAGES, 1 + S::BLOCKS_HERE, WARPS);
+    init(L::OTHER_FULL, L::OTHER_EMPTY, 1, 4, 4);
     for (int i = 0; i < S::BLOCKS_HERE; ++i) barrier_init(shared + L::GATE + 8 * i, 1);
     fence_barrier_init();
   }
   __syncthreads();
-  wait_for_earlier_kernels();
   if (threadIdx.x < WARPGROUP) {
-    give_registers<24>();
-    provide<D, Z, S, O>(memory, x, B, C, dt, dt_bias, A, low, high);
+    if constexpr (S::WARPGROUPS > 1) give_registers<PROVIDER_REGISTERS>();
+    // Waits for no earlier kernel: none of this plan writes what it reads, and the first one starts after all others.
+    provide<D, Z, S, O>(memory, x, B, C, dt, dt_bias, A, totals, low, high);
   } else {
-    take_registers<240>();
-    compute<T, Z, S, O>(memory, z, y, skip, initial, states, totals, flags, final);
+    if constexpr (S::WARPGROUPS > 1) take_registers<COMPUTE_REGISTERS>();
+    wait_for_earlier_kernels();
+    if constexpr (O::STATE_ONLY) {
+      compute_states<T, Z, S, O>(memory, initial, y_memory);
+    } else if constexpr (O::STATELESS) {
+      compute_stateless<T, Z, S, O>(memory, z, y, skip);
+    } else if (S::PARTS == 1 || threadIdx.x < 2 * WARPGROUP) {
+      compute<false, T, Z, S, O>(memory, z, y, skip, initial, y_memory, flags, final);
+    } else {
+      if constexpr (S::PARTS > 1) compute<true, T, Z, S, O>(memory, z, y, skip, initial, y_memory, flags, final);
+    }
   }
 }
 
-// End states of segments to start states of the segments that follow, in place: states [rows, Slots, blocks, Size],
-// totals [rows, Slots, blocks]. One thread per four numbers.
-template <int Slots, int Blocks, int Size>
-__global__ void carry_states(float* states, const float* totals) {
+// End states of segments to start states of the segments that follow, in place. totals [rows, segments but the last,
+// blocks]. One thread per 16 bytes of a row's states.
+template <class Z, class S>
+__global__ void carry_states(void* y, const float* totals) {
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  constexpr int PER_BLOCK = Size / 4, PER_SLOT = Blocks * PER_BLOCK;
+  constexpr int PER_BLOCK = 16 * S::PARTS * PART<Z, S>, PER_ROW = S::BLOCKS_HERE * PER_BLOCK;
+  constexpr int SLOTS = S::SEGMENTS - 1;
   const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  const long long row = index / PER_SLOT;
-  const int at = int(index % PER_SLOT), block = at / PER_BLOCK;
-  float4* to = reinterpret_cast<float4*>(states) + row * Slots * PER_SLOT + at;
-  totals += row * Slots * Blocks + block;
+  const int row = int(index / PER_ROW), at = int(index % PER_ROW);
+  const Place<Z, S> place(row);
+  totals += (long long)row * SLOTS * S::BLOCKS_HERE + at / PER_BLOCK;
+  float4* to = Waiting<Z, S>(y, place, S::CHUNKS_PER_SEGMENT).at(at / PER_BLOCK, at % PER_BLOCK);
+  constexpr long long STEP = (long long)S::CHUNKS_PER_SEGMENT * CHUNK * Waiting<Z, S>::PER_TOKEN;
   float4 h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   constexpr int AHEAD = 8;
-  for (int first = 0; first < Slots; first += AHEAD) {
+  for (int first = 0; first < SLOTS; first += AHEAD) {
     float4 end[AHEAD];
     float left[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      if (first + i >= Slots) break;
-      end[i] = to[(long long)(first + i) * PER_SLOT];
-      left[i] = exp2_fast(totals[(first + i) * Blocks]);
+      if (first + i >= SLOTS) break;
+      end[i] = to[(first + i) * STEP];
+      left[i] = exp2_fast(totals[(first + i) * S::BLOCKS_HERE]);
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      if (first + i >= Slots) break;
+      if (first + i >= SLOTS) break;
       if (first + i > 0) {
         h.x = left[i] * h.x + end[i].x, h.y = left[i] * h.y + end[i].y;
         h.z = left[i] * h.z + end[i].z, h.w = left[i] * h.w + end[i].w;
-        to[(long long)(first + i) * PER_SLOT] = h;
+        to[(first + i) * STEP] = h;
       } else {
         h = end[i];
       }

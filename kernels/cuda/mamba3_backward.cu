@@ -16,6 +16,7 @@
 
 #include <cuda_bf16.h>
 
+#include "async_copy.cuh"
 #include "decay.cuh"
 #include "fragments.cuh"
 #include "mamba3_phase.cuh"
@@ -64,8 +65,19 @@ __device__ inline float sigmoid(float x) {  // 0 for -inf
   return r;
 }
 
+// By every kernel, first of all: the next one may be launched while this one ends, as this one may have been.
+__device__ inline void begin() {
+#if __CUDA_ARCH__ >= 900
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+#endif
+}
+
 // The same in all lanes, for the compiler to know.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0); }
+
+// Brings the line at an address to the L2 cache.
+__device__ inline void want(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ inline float2 unpack(unsigned pair) { return make_float2(low_of_pair(pair), high_of_pair(pair)); }
 
@@ -330,6 +342,145 @@ __device__ inline void store8(bf16* to, const float (&x)[8]) {
                                              bfloat16_pair(x[4], x[5]), bfloat16_pair(x[6], x[7]));
 }
 
+// What a thread will stage of a head's chunk, and its row's weights: loaded before there is room for it.
+template <int Threads>
+struct Ahead {
+  static constexpr int kKeys = (kRows * (kN / 8) + Threads - 1) / Threads,
+                       kValues = (kRows * (kP / 8) + Threads - 1) / Threads;
+  // Where rows of units repeat after the threads of a block, all units of a thread have the same columns and rank.
+  static constexpr int kBiases = Threads % (kN / 8) == 0 && Threads / (kN / 8) % kRanks == 0 ? 1 : kKeys;
+  static constexpr int kWeights = Threads % (kP / 8) == 0 && Threads / (kP / 8) % kRanks == 0 ? 1 : kValues;
+  uint4 q[kKeys], k[kKeys], phase[kKeys], v[kValues], dy[kValues], z[kValues];
+  float total, decay, f, gamma;
+};
+
+// Eight columns of a row of q or k, in the order of the tile.
+__device__ inline uint4 load_units(const bf16* row, int pair) {
+  if constexpr (!kHalf) return *reinterpret_cast<const uint4*>(row + 2 * pair);
+  const uint2 a = *reinterpret_cast<const uint2*>(row + pair), b = *reinterpret_cast<const uint2*>(row + kN / 2 + pair);
+  return make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632), __byte_perm(a.y, b.y, 0x5410),
+                    __byte_perm(a.y, b.y, 0x7632));
+}
+
+template <int Threads>
+__device__ inline void load_keys(Ahead<Threads>& to, const bf16* q, const bf16* k, const unsigned* phases, int b,
+                                 int t0, int last, int h) {
+  using A = Ahead<Threads>;
+#pragma unroll
+  for (int i = 0; i < A::kKeys; ++i) {
+    const int unit = threadIdx.x + i * Threads, row = unit / (kN / 8), pair = unit % (kN / 8) * 4, c = row / kRanks,
+              r = row % kRanks;
+    to.q[i] = to.k[i] = to.phase[i] = make_uint4(0, 0, 0, 0);
+    if (row < kRows && c <= last && r < kRank) {
+      const long long at = q_at(b, t0 + c, r, h / kGroupHeads);
+      to.q[i] = load_units(q + at, pair);
+      to.k[i] = load_units(k + at, pair);
+      const unsigned* phase = phases + token_head(b, t0 + c, h) * kPairs + pair;
+      if constexpr (kPairs % 4 == 0) {
+        if (pair < kPairs) to.phase[i] = *reinterpret_cast<const uint4*>(phase);
+      } else {
+        if (pair < kPairs) to.phase[i].x = phase[0];
+        if (pair + 1 < kPairs) to.phase[i].y = phase[1];
+        if (pair + 2 < kPairs) to.phase[i].z = phase[2];
+        if (pair + 3 < kPairs) to.phase[i].w = phase[3];
+      }
+    }
+  }
+}
+
+template <int Threads>
+__device__ inline void load_values(Ahead<Threads>& to, const bf16* v, const bf16* z, const bf16* dy, const bf16* normed,
+                                   int b, int t0, int last, int h) {
+  using A = Ahead<Threads>;
+#pragma unroll
+  for (int i = 0; i < A::kValues; ++i) {
+    const int unit = threadIdx.x + i * Threads, row = unit / (kP / 8), p = unit % (kP / 8) * 8, c = row / kRanks,
+              r = row % kRanks;
+    to.v[i] = to.dy[i] = to.z[i] = make_uint4(0, 0, 0, 0);
+    if (row < kRows && c <= last && r < kRank) {
+      const long long at = token_head(b, t0 + c, h) * kP + p;
+      to.v[i] = *reinterpret_cast<const uint4*>(v + at);
+      if constexpr (kHasNorm) {
+        to.dy[i] = *reinterpret_cast<const uint4*>(normed + ((head_token(b, h, t0) + c) * kRank + r) * kP + p);
+      } else {
+        to.dy[i] = *reinterpret_cast<const uint4*>(dy + dy_at(b, t0 + c, r, h) + p);
+        if constexpr (kHasGate) to.z[i] = *reinterpret_cast<const uint4*>(z + at);
+      }
+    }
+  }
+}
+
+// Rotated rows of q and k, rows of V and dO, and the table [token][pair] of cosines and sines.
+template <int Threads>
+__device__ inline void stage_ahead(const Ahead<Threads>& from, bf16* Q, bf16* K, bf16* V, bf16* dO, float2* trig,
+                                   int last, const float* q_bias, const float* k_bias, const float* mimo_v,
+                                   const float* mimo_o, const float* mimo_z) {
+  using A = Ahead<Threads>;
+  float bias_q[8], bias_k[8], weight_v[8], weight_o[8], weight_z[8];  // the head's
+#pragma unroll
+  for (int i = 0; i < A::kKeys; ++i) {
+    const int unit = threadIdx.x + i * Threads, row = unit / (kN / 8), pair = unit % (kN / 8) * 4, c = row / kRanks,
+              r = row % kRanks;
+    if (i < A::kBiases) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) bias_q[e] = bias_k[e] = 0.0f;
+      if (r < kRank) {
+        add_columns(q_bias + r * kN, pair, bias_q);
+        add_columns(k_bias + r * kN, pair, bias_k);
+      }
+    }
+    if (row >= kRows) continue;
+    uint4 words_q = make_uint4(0, 0, 0, 0), words_k = words_q;
+    if (c <= last && r < kRank) {
+      float x[8], y[8], cosine[4] = {}, sine[4] = {};
+      unpack8(from.q[i], x);
+      unpack8(from.k[i], y);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += bias_q[e], y[e] += bias_k[e];
+      const unsigned phase[4] = {from.phase[i].x, from.phase[i].y, from.phase[i].z, from.phase[i].w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (pair + e >= kPairs) continue;
+        sincos_of_phase_fast(phase[e], sine[e], cosine[e]);
+        if (r == 0) trig[c * kPairs + pair + e] = make_float2(cosine[e], sine[e]);
+      }
+      words_q = turned(x, cosine, sine, pair);
+      words_k = turned(y, cosine, sine, pair);
+    }
+    *reinterpret_cast<uint4*>(Q + row * kPitchN + 2 * pair) = words_q;
+    *reinterpret_cast<uint4*>(K + row * kPitchN + 2 * pair) = words_k;
+  }
+#pragma unroll
+  for (int i = 0; i < A::kValues; ++i) {
+    const int unit = threadIdx.x + i * Threads, row = unit / (kP / 8), p = unit % (kP / 8) * 8;
+    const bool ranked = row % kRanks < kRank;
+    if (!kSiso && i < A::kWeights && ranked) {
+      const int at = row % kRanks * kP + p;
+      load8(mimo_v + at, weight_v);
+      if constexpr (!kHasNorm && !kKeepsRank) load8(mimo_o + at, weight_o);
+      if constexpr (!kHasNorm && kHasGate) load8(mimo_z + at, weight_z);
+    }
+    if (row >= kRows) continue;
+    float x[8], y[8], gate[8];
+    unpack8(from.v[i], x);
+    unpack8(from.dy[i], y);
+    unpack8(from.z[i], gate);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (!kSiso) x[e] = ranked ? x[e] * weight_v[e] : 0.0f;
+      if constexpr (!kHasNorm) {
+        if (!kSiso && !kKeepsRank) y[e] = ranked ? y[e] * weight_o[e] : 0.0f;
+        if constexpr (kHasGate) {
+          if (!kSiso) gate[e] = ranked ? gate[e] * weight_z[e] : 0.0f;
+          y[e] *= gate[e] * sigmoid(gate[e]);
+        }
+      }
+    }
+    store8(V + row * kPitchP + p, x);
+    store8(dO + row * kPitchP + p, y);
+  }
+}
+
 // A state or an adjoint, by copies that the next commit_group takes.
 template <int Threads>
 __device__ inline void stage_state(bf16* to, const bf16* from) {
@@ -358,7 +509,8 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_schedule(const float* angles, const float* adt, const float* dt, const float* trap, const float* start,
                     float* gamma, float* f, float* decay, unsigned* phases) {
-  __shared__ unsigned ends[32][kPairs];
+  __shared__ unsigned ends[Threads / 32][32];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0);
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
@@ -385,27 +537,44 @@ __global__ void __launch_bounds__(Threads)
     if (c + 1 < kTokens && t + 1 < kSeq) decay[t + 1] = sum;
   }
 
-  constexpr int kRun = (kSeq + 31) / 32;  // tokens of a warp
-  const int begin = min(warp * kRun, kSeq), end = min(begin + kRun, kSeq);
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    const float* angle = angles + token_head(b, 0, h) * kPairs + pair;
-    unsigned sum = 0;
-#pragma unroll 8
-    for (int t = begin; t < end; ++t) {
-      sum += phase_of_turns(turns_of_step(angle[(long long)t * kHeads * kPairs], dt[t]));
-    }
-    ends[warp][pair] = sum;
-  }
-  __syncthreads();
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    const long long at = token_head(b, 0, h) * kPairs + pair;
-    unsigned sum = kHasState ? phase_of_radians(start[((long long)b * kHeads + h) * kPairs + pair]) : 0;
-    for (int w = 0; w < warp; ++w) sum += ends[w][pair];
-#pragma unroll 8
-    for (int t = begin; t < end; ++t) {
-      const long long place = at + (long long)t * kHeads * kPairs;
-      sum += phase_of_turns(turns_of_step(angles[place], dt[t]));
-      phases[place] = sum;
+  // Phases, in rounds: a warp has kRun tokens of one.
+  constexpr int kRun = 16, kRound = Threads / 32 * kRun;
+  for (int pair = lane; pair < (kPairs + 31) / 32 * 32; pair += 32) {
+    const bool there = pair < kPairs;
+    const long long at = token_head(b, 0, h) * kPairs + min(pair, kPairs - 1);
+    unsigned before = 0;
+    if (kHasState && there) before = phase_of_radians(start[((long long)b * kHeads + h) * kPairs + pair]);
+    for (int round = 0; round < kSeq; round += kRound) {
+      const int begin = round + warp * kRun;
+      float angle[kRun], step[kRun];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        const int t = min(begin + i, kSeq - 1);
+        angle[i] = angles[at + (long long)t * kHeads * kPairs];
+        step[i] = dt[t];
+      }
+      if (const int later = begin + kRound + lane; lane < kRun && later < kSeq) {
+        want(angles + at - lane + (long long)later * kHeads * kPairs);
+      }
+      unsigned sum[kRun], total = 0;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        total += begin + i < kSeq ? phase_of_turns(turns_of_step(angle[i], step[i])) : 0;
+        sum[i] = total;
+      }
+      ends[warp][lane] = total;
+      __syncthreads();
+      unsigned ahead = before;
+      for (int w = 0; w < Threads / 32; ++w) {
+        const unsigned other = ends[w][lane];
+        if (w < warp) ahead += other;
+        before += other;
+      }
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if (there && begin + i < kSeq) phases[at + (long long)(begin + i) * kHeads * kPairs] = ahead + sum[i];
+      }
+      __syncthreads();
     }
   }
 }
@@ -415,8 +584,8 @@ __global__ void __launch_bounds__(Threads)
 // A block has a part of the columns of the state of one head, in registers; what it stores is [state][head_dim] in the
 // order of tiles.
 
-constexpr int kWalkThreads = 256;
-constexpr int kWalkN = 64;  // columns of a part
+constexpr int kWalkN = WALK_COLUMNS;      // columns of a part
+constexpr int kWalkThreads = 4 * kWalkN;  // a warp has 16 columns and half of head_dim
 constexpr int kWalkPitch = kWalkN + 8;
 constexpr int kWalkP = kWideP;
 constexpr int kWalkNs = kWalkP / 16;               // 8-wide accumulators of a warp, 4 warps by 2
@@ -425,7 +594,8 @@ constexpr int kWalkShared = 2 * kRows * (kWalkPitch + kPitchP) * 2 + kRanks * (2
 
 namespace {
 
-constexpr int kKeyUnits = kRows * kWalkN / 8 / kWalkThreads, kValueUnits = kRows * kWalkP / 8 / kWalkThreads;
+constexpr int kKeyUnits = kRows * kWalkN / 8 / kWalkThreads;
+constexpr int kValueUnits = (kRows * kWalkP / 8 + kWalkThreads - 1) / kWalkThreads;
 
 // Column p of a tile, placed so that the accumulators of a thread are of neighbouring columns.
 __device__ constexpr int place(int p) {
@@ -457,7 +627,7 @@ struct Raw {  // what a thread will stage of a chunk
 }  // namespace
 
 template <int Threads>
-__global__ void __launch_bounds__(Threads, 2)
+__global__ void __launch_bounds__(Threads, 512 / Threads)
     mamba3_walk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy, const bf16* normed,
                 const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o, const float* mimo_z,
                 const float* f, const float* decay, const unsigned* phases, const float* dt, const float* trap,
@@ -587,6 +757,7 @@ __global__ void __launch_bounds__(Threads, 2)
     for (int i = 0; i < kValueUnits; ++i) {
       const int unit = thread + i * Threads, row = unit / (kWalkP / 8), r = row % kRanks;
       const int p = unit % (kWalkP / 8) * 8;
+      if (kRows * kWalkP / 8 % Threads != 0 && row >= kRows) continue;
       float x[8], weight[8];
       unpack8(raw.value[i], x);
       if (!(kHasNorm && backward)) {
@@ -658,7 +829,7 @@ __global__ void __launch_bounds__(Threads, 2)
 constexpr int kTileN = kRows * kPitchN, kTileP = kRows * kPitchP, kTileS = kWideN * kPitchP, kTileM = kRows * kPitchM;
 constexpr int kBankBytes = 2 * (2 * kTileN + 2 * kTileP + 2 * kTileS + 2 * kTileM);
 constexpr int kTableFloats = 4 * kTokens * kPairs;
-constexpr int kSlotFloats = 6 * kRows + 5 * 4 * kRows + 16 + 8 + (kSiso ? 0 : 6 * kRanks * kWideP);
+constexpr int kSlotFloats = 12 * kRows + 5 * 4 * kRows + 16 + 8 + (kSiso ? 0 : 6 * kRanks * kWideP);
 constexpr int kChunkShared = kBankBytes + 4 * (kTableFloats + kSlotFloats);
 static_assert(kChunkShared == CHUNK_SHARED && kWalkShared == WALK_SHARED);
 
@@ -681,11 +852,9 @@ __global__ void __launch_bounds__(Threads, 1)
   bf16* dM = M + kTileM;
   float2* trig = reinterpret_cast<float2*>(dM + kTileM);               // [token][pair]: cosine, sine
   float* d_phase = reinterpret_cast<float*>(trig + kTokens * kPairs);  // [q, k][token][pair]
-  float* row_a = d_phase + 2 * kTokens * kPairs;
-  float *row_f = row_a + kRows, *row_gamma = row_f + kRows, *row_in = row_gamma + kRows, *row_out = row_in + kRows;
-  float* row_left = row_out + kRows;     // exp(a), f exp(a_last - a), exp(a_last - a)
-  float* along = row_left + kRows;       // [4][row]: sums of strict dM QK along a row
-  float* same = along + 4 * kRows;       // of dM QK / gamma in a token
+  float* rows = d_phase + 2 * kTokens * kPairs;                        // 2 x 6 x [row]
+  float* along = rows + 12 * kRows;                                    // [4][row]: sums of strict dM QK along a row
+  float* same = along + 4 * kRows;                                     // of dM QK / gamma in a token
   float* down = same + 4 * kRows;        // [4][row]: sums of strict dM QK / f down a column
   float* read = down + 4 * kRows;        // [4][row]: dO . Q s
   float* written = read + 4 * kRows;     // [4][row]: V . K T
@@ -706,58 +875,63 @@ __global__ void __launch_bounds__(Threads, 1)
   for (int i = thread; i < kChunkShared / 4; i += Threads) reinterpret_cast<float*>(memory)[i] = 0.0f;
   __syncthreads();
 
-  constexpr int kOwnN = kWideN / 64, kOwnP = kWideP / 32;  // accumulators of a warp in one row of blocks
-  const bool output_side = warp < 8;
-  // Of 8 warps, each with all rows. A warp's columns lie apart: often the first half of all columns rotates.
-  constexpr int kApart = kWideN / kOwnN;
-  const int n0 = warp % 8 * 8, column0 = n0 + lane_column;
-  const int m0 = warp / 4 % 2 * 32, p0 = warp % 4 * (kWideP / 4);  // of 2 x 4 warps
-  float group_sum[4][kOwnN][4] = {};                               // dQ or dK, turned back, over the heads
+  constexpr int kSide = Threads / 64, kAcross = kSide / 2;  // warps of one side, and of one row of blocks of [row][p]
+  constexpr int kOwnN = kWideN / (8 * kSide), kOwnP = kWideP / (8 * kAcross);  // accumulators in a row of blocks
+  constexpr int kTurned = (2 * kPairs - 1) / (8 * kSide) + 1;                  // of kOwnN, those that can rotate
+  const bool output_side = warp < kSide;
+  // A warp has all rows, and columns that lie apart: often the first half of all columns rotates.
+  constexpr int kApart = 8 * kSide;
+  const int n0 = warp % kSide * 8, column0 = n0 + lane_column;
+  // Or 32 rows and a part of head_dim.
+  const int across = warp % kAcross, m0 = warp / kAcross % 2 * 32, p0 = across * (kWideP / kAcross);
+  float group_sum[4][kOwnN][4] = {};  // dQ or dK, turned back, over the heads
 
   const int head0 = g * kGroupHeads + part * kPartHeads;
   const int head1 = min(head0 + kPartHeads, (g + 1) * kGroupHeads);
+  const auto ahead = [&](int h) {
+    Ahead<Threads> next;
+    load_keys<Threads>(next, q, k, reinterpret_cast<const unsigned*>(angles), b, t0, last, h);
+    load_values<Threads>(next, v, z, dy, normed, b, t0, last, h);
+    const long long head = head_token(b, h, t0);
+    const int c = thread % kRows / kRanks;
+    next.total = decay[head + last];
+    next.decay = decay[head + min(c, last)];
+    next.f = c <= last ? f[head + c] : 0.0f;
+    next.gamma = c <= last ? gamma[head + c] : 0.0f;
+    return next;
+  };
+  const auto ahead_states = [&](int h) {
+    stage_state<Threads>(S, states + state_at(b, h, chunk));
+    stage_state<Threads>(T, adjoints + state_at(b, h, chunk));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  ahead_states(head0);
+  Ahead<Threads> now = ahead(head0);
 #pragma unroll 1
   for (int h = head0; h < head1; ++h) {
     const long long head = head_token(b, h, t0), row0 = (long long)param_row(b) * kHeads + h;
     const long long record = record_at(b, chunk, h);
-    const float a_last = decay[head + last];
-    stage_state<Threads>(S, states + state_at(b, h, chunk));
-    stage_state<Threads>(T, adjoints + state_at(b, h, chunk));
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    float* row_a = rows + h % 2 * 6 * kRows;  // while one warp sums up a head, the others begin the next
+    float *row_f = row_a + kRows, *row_gamma = row_f + kRows, *row_in = row_gamma + kRows;
+    float *row_out = row_in + kRows, *row_left = row_out + kRows;  // exp(a), f exp(a_last - a), exp(a_last - a)
+    const float a_last = now.total;
     if (thread < kRows) {
-      const int c = thread / kRanks;
-      const bool there = c <= last;
-      const float a = there ? decay[head + c] : a_last, weight = there ? f[head + c] : 0.0f;
-      row_a[thread] = a;
-      row_f[thread] = weight;
-      row_gamma[thread] = there ? gamma[head + c] : 0.0f;
-      row_in[thread] = exp2_fast(a);
-      row_left[thread] = exp2_fast(a_last - a);
-      row_out[thread] = weight * exp2_fast(a_last - a);
+      row_a[thread] = now.decay;
+      row_f[thread] = now.f;
+      row_gamma[thread] = now.gamma;
+      row_in[thread] = exp2_fast(now.decay);
+      row_left[thread] = exp2_fast(a_last - now.decay);
+      row_out[thread] = now.f * exp2_fast(a_last - now.decay);
     }
-    stage_keys<Threads>(Q, K, trig, q, k, q_bias, k_bias, reinterpret_cast<const unsigned*>(angles), b, t0, last, h);
-    for (int unit = thread; unit < kRows * (kP / 8); unit += Threads) {
-      const int row = unit / (kP / 8), p = unit % (kP / 8) * 8, c = row / kRanks, r = row % kRanks, t = t0 + c;
-      float x[8] = {}, y[8] = {};
-      if (c <= last && r < kRank) {
-        const int at = r * kP + p;
-        const long long place = token_head(b, t, h) * kP + p, param = row0 * kRank * kP;
-        expanded(*reinterpret_cast<const uint4*>(v + place), mimo_v + param, at, x);
-        if constexpr (kHasNorm) {
-          unpack8(*reinterpret_cast<const uint4*>(normed + ((head + c) * kRank + r) * kP + p), y);
-        } else {
-          const uint4 gate = kHasGate ? *reinterpret_cast<const uint4*>(z + place) : make_uint4(0, 0, 0, 0);
-          ungated(*reinterpret_cast<const uint4*>(dy + dy_at(b, t, r, h) + p), gate, mimo_o + param, mimo_z + param, at,
-                  y);
-        }
-      }
-      store8(V + row * kPitchP + p, x);
-      store8(dO + row * kPitchP + p, y);
-    }
+    stage_ahead<Threads>(now, Q, K, V, dO, trig, last, q_bias + row0 * kRank * kN, k_bias + row0 * kRank * kN,
+                         mimo_v + row0 * kRank * kP, mimo_o + row0 * kRank * kP, mimo_z + row0 * kRank * kP);
     __syncthreads();
 
-    // Rows against rows: one block of 16 x 16 of the lower triangle for a warp.
-    if (const int i0 = warp / 4 * 16, j0 = warp % 4 * 16; j0 <= i0) {
+    // Rows against rows: blocks of 16 x 16 of the lower triangle.
+#pragma unroll 1
+    for (int block = warp; block < 16; block += 2 * kSide) {
+      const int i0 = block / 4 * 16, j0 = block % 4 * 16;
+      if (j0 > i0) continue;
       float qk[1][2][4] = {}, ov[1][2][4] = {};
       add_product<1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
       add_product<1, 2, kWideP / 16, false, true>(ov, dO + i0 * kPitchP, kPitchP, V + j0 * kPitchP, kPitchP);
@@ -799,15 +973,15 @@ __global__ void __launch_bounds__(Threads, 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float sum = sum_over_rows(column_sum[e]);
-          if (lane_row == 0) down[warp / 4 * kRows + j + e] = sum;
+          if (lane_row == 0) down[block / 4 * kRows + j + e] = sum;
         }
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = quad_sum(right[half]), sum_same = quad_sum(token[half]);
         if (lane % 4 == 0) {
-          along[warp % 4 * kRows + i0 + half * 8 + lane_row] = sum;
-          same[warp % 4 * kRows + i0 + half * 8 + lane_row] = sum_same;
+          along[block % 4 * kRows + i0 + half * 8 + lane_row] = sum;
+          same[block % 4 * kRows + i0 + half * 8 + lane_row] = sum_same;
         }
       }
     }
@@ -848,7 +1022,7 @@ __global__ void __launch_bounds__(Threads, 1)
             d[m][n][2 * half + 1] *= scale[row];
           }
           sum = quad_sum(sum);
-          if (lane % 4 == 0) (output_side ? read : written)[warp % 4 * kRows + row] = sum;
+          if (lane % 4 == 0) (output_side ? read : written)[across * kRows + row] = sum;
         }
       }
       const float skip = kHasSkip ? D[row0] : 0.0f;
@@ -959,7 +1133,7 @@ __global__ void __launch_bounds__(Threads, 1)
         }
         if constexpr (kHasSkip) {
           d_skip = warp_sum(d_skip);
-          if (lane == 0) skipped[warp - 8] = d_skip;
+          if (lane == 0) skipped[warp - kSide] = d_skip;
         }
       }
     }
@@ -982,7 +1156,7 @@ __global__ void __launch_bounds__(Threads, 1)
       }
       const bf16* turned_rows = output_side ? Q : K;
       float* d_phase_here = d_phase + (output_side ? 0 : kTokens * kPairs);
-      float turn[8 * kOwnN];  // [row of the thread][pair]: what the pair's phase gets
+      float turn[8 * kTurned];  // [row of the thread][pair]: what the pair's phase gets
 #pragma unroll
       for (int n = 0; n < kOwnN; ++n) {
         const int at = column0 + n * kApart, pair = at / 2;
@@ -997,11 +1171,11 @@ __global__ void __launch_bounds__(Threads, 1)
             x += d_final_k[key + column(at)];
             y += d_final_k[key + column(at + 1)];
           }
-          turn[i * kOwnN + n] = 0.0f;
-          if (rotated && c < kTokens) {
+          if (n < kTurned) turn[i * kTurned + n] = 0.0f;
+          if (n < kTurned && rotated && c < kTokens) {
             const float2 was = load_pair(turned_rows + (lane_row + i * 8) * kPitchN + at);
             const float2 cs = trig[c * kPairs + pair];
-            turn[i * kOwnN + n] = y * was.x - x * was.y;
+            turn[i * kTurned + n] = y * was.x - x * was.y;
             const float back = x * cs.x + y * cs.y;
             y = y * cs.x - x * cs.y;
             x = back;
@@ -1016,15 +1190,17 @@ __global__ void __launch_bounds__(Threads, 1)
           *reinterpret_cast<float2*>(to) = make_float2(bias_sum[0], bias_sum[1]);
         }
       }
-      share_over_ranks<8 * kOwnN>(turn);
+      share_over_ranks<8 * kTurned>(turn);
 #pragma unroll
-      for (int i = 0; i < 8 * kOwnN / kRanks; ++i) {
-        const int row = rank * (8 / kRanks) + i / kOwnN, c = lane_row / kRanks + row * 8 / kRanks;
-        const int pair = (column0 + i % kOwnN * kApart) / 2;
+      for (int i = 0; i < 8 * kTurned / kRanks; ++i) {
+        const int row = rank * (8 / kRanks) + i / kTurned, c = lane_row / kRanks + row * 8 / kRanks;
+        const int pair = (column0 + i % kTurned * kApart) / 2;
         if (pair < kPairs && c < kTokens) d_phase_here[c * kPairs + pair] = turn[i];
       }
     }
+    if (h + 1 < head1) now = ahead(h + 1);
     __syncthreads();
+    if (h + 1 < head1) ahead_states(h + 1);
 
     for (int i = thread; i < (last + 1) * kPairs; i += Threads) {
       const int c = i / kPairs, pair = i % kPairs;
@@ -1092,7 +1268,6 @@ __global__ void __launch_bounds__(Threads, 1)
         }
       }
     }
-    __syncthreads();
   }
 
   float* sums = output_side ? q_sums : k_sums;
@@ -1335,6 +1510,7 @@ __global__ void __launch_bounds__(Threads)
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_group_sums(const float* q_sums, const float* k_sums, bf16* d_q, bf16* d_k) {
+  begin();
   constexpr long long kRowsOfAll = (long long)kBatch * kSeq * kRank * kGroups, kSize = kRowsOfAll * kN;
   const long long unit = (long long)blockIdx.x * Threads + threadIdx.x;
   if (unit >= kSize / 8) return;
@@ -1358,19 +1534,23 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-// Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y).
-template <int Threads>
+// Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y). A thread has
+// two neighbouring elements.
+template <int Threads, typename Record>
 __global__ void __launch_bounds__(Threads)
-    mamba3_parameter_sums(const float* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
+    mamba3_parameter_sums(const Record* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
                           float* d_mimo_z, float* d_norm_weight, float* d_D) {
-  const int i = blockIdx.x * Threads + threadIdx.x, b = blockIdx.y;
+  begin();
+  const int i = 2 * (blockIdx.x * Threads + threadIdx.x), b = blockIdx.y;
   if (i >= kHeads * kRecord) return;
   const int h = i / kRecord, at = i % kRecord;
   const long long head = (long long)b * kHeads + h;
   float* to = nullptr;
+  int second = 1;  // where the other element is
   if (at < kMimoVAt) {
-    const int inner = at % kKBiasAt;
-    to = (at < kKBiasAt ? d_q_bias : d_k_bias) + (head * kRank + inner / kN) * kN + column(inner % kN);
+    const int inner = at % kKBiasAt, n = inner % kN;
+    to = (at < kKBiasAt ? d_q_bias : d_k_bias) + (head * kRank + inner / kN) * kN + column(n);
+    second = column(n + 1) - column(n);
   } else if (at < kNormAt) {
     const int inner = at - kMimoVAt, which = inner / (kRank * kP);
     const bool has = !kSiso && (which == 0 || (which == 1 ? !kKeepsRank : kHasGate));
@@ -1379,13 +1559,23 @@ __global__ void __launch_bounds__(Threads)
     if (kHasNorm) to = d_norm_weight + head * kP + at - kNormAt;
   } else if (at == kSkipAt && kHasSkip) {
     to = d_D + head;
+    second = 0;
   }
   if (to == nullptr) return;
-  const float* from = records + (long long)b * kChunks * kHeads * kRecord + i;
-  float sum = 0.0f;
+  const Record* from = records + (long long)b * kChunks * kHeads * kRecord + i;
+  float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
-  for (int n = 0; n < kChunks; ++n) sum += from[(long long)n * kHeads * kRecord];
-  *to = sum;
+  for (int n = 0; n < kChunks; ++n) {
+    float2 own;
+    if constexpr (sizeof(Record) == 2) {
+      own = unpack(*reinterpret_cast<const unsigned*>(from + (long long)n * kHeads * kRecord));
+    } else {
+      own = *reinterpret_cast<const float2*>(from + (long long)n * kHeads * kRecord);
+    }
+    sum.x += own.x, sum.y += own.y;
+  }
+  if (second) to[second] = sum.y;
+  *to = sum.x;
 }
 
 // Along time, of one head: d_phases (in the memory of d_angles) summed from the end, and with them dt, trap, angles.
@@ -1393,48 +1583,85 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_time_gradients(const float* angles, const float* dt, const float* trap, const float* d_f,
                           const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start) {
-  constexpr int kRun = (kSeq + 31) / 32, kOwn = (kPairs + 31) / 32;
-  __shared__ float sums[32][kPairs];
+  constexpr int kRun = 8, kRound = Threads / 32 * kRun, kOwn = (kPairs + 31) / 32;  // tokens of a warp, in rounds
+  __shared__ float sums[Threads / 32][kOwn * 32];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
   const long long head = head_token(b, h, 0), first = token_head(b, 0, h) * kPairs;
-  const int begin = min(warp * kRun, kSeq), end = min(begin + kRun, kSeq);
-  for (int pair = lane; pair < kPairs; pair += 32) {
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int t = end - 1; t >= begin; --t) sum += d_angles[first + (long long)t * kHeads * kPairs + pair];
-    sums[warp][pair] = sum;
-  }
-  __syncthreads();
-  float after[kOwn] = {};
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int pair = lane + 32 * i;
-    if (pair >= kPairs) continue;
-    for (int w = 31; w > warp; --w) after[i] += sums[w][pair];
-    if (kHasState && warp == 0) {
-      d_start[((long long)b * kHeads + h) * kPairs + pair] = after[i] + sums[0][pair];
-    }
-  }
-#pragma unroll 4
-  for (int t = end - 1; t >= begin; --t) {
-    const float step = dt[head + t], mix = 1.0f / (1.0f + expf(-trap[head + t]));
-    float d_step = 0.0f;
+  dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
+  float after[kOwn] = {};  // of all later rounds
+  for (int round = (kSeq - 1) / kRound * kRound; round >= 0; round -= kRound) {
+    const int begin = round + warp * kRun;
+    float sum[kOwn][kRun], rate[kOwn][kRun];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int pair = lane + 32 * i;
-      if (pair >= kPairs) continue;
-      const long long at = first + (long long)t * kHeads * kPairs + pair;
-      const float rate = tanhf(angles[at]);
-      after[i] += d_angles[at];
-      d_angles[at] = after[i] * kPi * step * (1.0f - rate * rate);
-      d_step += after[i] * kPi * rate;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const bool there = lane + 32 * i < kPairs && begin + j < kSeq;
+        const long long at = first + (long long)(begin + j) * kHeads * kPairs + lane + 32 * i;
+        sum[i][j] = there ? d_angles[at] : 0.0f;
+        rate[i][j] = there ? angles[at] : 0.0f;
+      }
     }
-    d_step = warp_sum(d_step);
-    if (lane == 0) {
-      const float weight = d_f[head + t], own = weight + d_gamma[head + t];
-      const float before = t > 0 ? d_f[head + t - 1] : 0.0f;
-      d_dt[head + t] = d_step + mix * own + (1.0f - mix) * before;
-      d_trap[head + t] = step * (own - before) * mix * (1.0f - mix);
+    if (const int earlier = begin - kRound + lane % kRun; lane < 2 * kRun && earlier >= 0) {
+      want((lane < kRun ? angles : d_angles) + first + (long long)earlier * kHeads * kPairs);
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+      for (int j = kRun - 2; j >= 0; --j) sum[i][j] += sum[i][j + 1];
+      sums[warp][32 * i + lane] = sum[i][0];
+    }
+    __syncthreads();
+    float own[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = after[i];
+      for (int w = Threads / 32 - 1; w >= 0; --w) {
+        const float other = sums[w][32 * i + lane];
+        if (w > warp) own[i] += other;
+        after[i] += other;
+      }
+    }
+    float d_step[kRun];
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const int t = begin + j;
+      const float step = dt[min(t, kSeq - 1)];
+      d_step[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const float tanh_angle = tanhf(rate[i][j]), total = own[i] + sum[i][j];
+        if (lane + 32 * i < kPairs && t < kSeq) {
+          d_angles[first + (long long)t * kHeads * kPairs + lane + 32 * i] =
+              total * kPi * step * (1.0f - tanh_angle * tanh_angle);
+          d_step[j] += total * kPi * tanh_angle;
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = 16, count = kRun / 2; offset >= 4; offset /= 2, count /= 2) {  // eight lanes for eight tokens
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const bool upper = lane & offset;
+        const float other = __shfl_xor_sync(0xffffffff, upper ? d_step[j] : d_step[j + count], offset);
+        d_step[j] = (upper ? d_step[j + count] : d_step[j]) + other;
+      }
+    }
+    const float sum_step = quad_sum(d_step[0]);
+    const int t = begin + lane / 4;
+    if (lane % 4 == 0 && t < kSeq) {
+      const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
+      const float weight = d_f[t], own_weight = weight + d_gamma[t], before = t > 0 ? d_f[t - 1] : 0.0f;
+      d_dt[t] = sum_step + mix * own_weight + (1.0f - mix) * before;
+      d_trap[t] = step * (own_weight - before) * mix * (1.0f - mix);
+    }
+    __syncthreads();
+  }
+  if (kHasState && warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (lane + 32 * i < kPairs) d_start[((long long)b * kHeads + h) * kPairs + lane + 32 * i] = after[i];
     }
   }
 }
@@ -1446,6 +1673,7 @@ __global__ void __launch_bounds__(Threads)
                            const float* state_v, const float* d_ssm, float* d_k, float* d_v, float* d_mimo_v,
                            float* d_dt, float* d_trap) {
   __shared__ float pending[kRank][kP], total[8];
+  begin();
   const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, lane = threadIdx.x % 32, warp = warp_of_block();
   const long long row = (long long)b * kHeads + h, param = ((long long)param_row(b) * kHeads + h) * kRank * kP;
   const float step = dt[row * kSeq], mix = 1.0f / (1.0f + expf(-trap[row * kSeq])), weight = (1.0f - mix) * step;

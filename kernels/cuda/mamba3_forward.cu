@@ -10,106 +10,41 @@
 // it began with: a rotation of all keys is one of the state. A key that is not finite is kept out of the products,
 // where a masked zero would spread it to earlier tokens, and its token's weights become NaN instead.
 
-#include "mamba3_staging.cuh"
-#include "wgmma.cuh"
+#include "mamba3_output.cuh"
+#include "mamba3_pairs.cuh"
+#include "mamba3_state.cuh"
 
 namespace jax_ssd {
 
-// SharedParams: parameters have one row for all of the batch. Weighted: mimo_v is given. Folds: mimo_o is.
-template <bool SharedParams, bool Weighted, bool Folds, bool Gate, bool Skip, bool Norm, bool InitialState, bool Packed,
-          bool FinalState>
-struct Options {
-  static constexpr bool kSharedParams = SharedParams, kWeighted = Weighted, kFolds = Folds, kGate = Gate, kSkip = Skip,
-                        kNorm = Norm, kInitialState = InitialState, kPacked = Packed, kFinalState = FinalState;
-};
-
 // Rows: of a chunk's matrices. Tokens: of a chunk, at most. Blocks: per multiprocessor, to bound the registers. Passes:
-// of float32 products. Warpgroup: products by wgmma, for Rows of 64 in bfloat16.
-template <int Rows, int Tokens, int Blocks, int Passes, bool Warpgroup>
+// of float32 products. Teams: of four warps in a block.
+template <int Rows, int Tokens, int Blocks, int Passes, int Teams>
 struct Tiling {
-  static constexpr int kRows = Rows, kTokens = Tokens, kBlocks = Blocks, kPasses = Passes;
-  static constexpr bool kWarpgroup = Warpgroup;
+  static constexpr int kRows = Rows, kTokens = Tokens, kBlocks = Blocks, kPasses = Passes, kTeams = Teams;
 };
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// How a block divides its work. A team of four warps owns kWidth columns of the head; plan.py has the same figures.
+// How a block divides its work; plan.py has the same figures. Every team makes all scores, and of the output the
+// columns that it owns.
 template <class S, class T>
 struct Shape {
-  static constexpr int kTeams = (S::kHeadDim + 63) / 64, kThreads = kTeams * 128;
-  static constexpr int kWidth = S::kHeadDim > 32 ? 64 : S::kHeadDim > 16 ? 32 : 16;
-  static constexpr int kColumns = kTeams * kWidth;
+  static constexpr int kTeams = T::kTeams, kThreads = kTeams * 128;
+  static constexpr int kColumns = S::kHeadDim > 64 ? 128 : S::kHeadDim > 32 ? 64 : S::kHeadDim > 16 ? 32 : 16;
+  static constexpr int kWidth = kColumns / kTeams;
   static constexpr int kState = padded(S::kState, 16);
   // A warp holds 16 rows of the state, and all of its columns or, if there are fewer row tiles than warps, a part.
-  static constexpr int kTiles = kWidth / 16, kParts = 4 / kTiles;
-  static constexpr int kHeld = padded((kState / 16 + kParts - 1) / kParts * 16, 16);  // columns of the state
+  static constexpr int kTiles = kColumns / 16, kParts = 4 * kTeams / kTiles;
+  static constexpr int kHeld = (kState / 16 + kParts - 1) / kParts * 16;
   static constexpr int kSizeState = kHeld / 2, kSizeScores = T::kRows / 2, kSizeOut = kWidth / 2;  // accumulators
+  static_assert(kWidth % 16 == 0 && kParts > 0, "so many teams have not the right work");
 
   using Rows = Matrix<typename S::Value, T::kRows, kState>;      // queries, keys
   using Values = Matrix<typename S::Value, T::kRows, kColumns>;  // values
   using States = Matrix<typename S::Value, kColumns, kState>;    // the state, as an operand
   using Table = Rotations<S, T::kTokens>;
   using Weights = Schedule<T::kTokens>;
-};
-
-// The arrays of a call; which of them exist is for the options to say.
-template <class S>
-struct Arrays {
-  const typename S::Value *q, *k, *v, *z;
-  const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *D, *norm_weight;
-  const float *angles, *adt, *dt, *trap;
-  const float *state_angle, *state_ssm, *state_k, *state_v;
-  const int* cu_seqlens;
-};
-
-// Where a block is: its row of the batch, its head, and the sequence that its tokens belong to.
-struct Place {
-  int row, head, segment;
-  int sequence, first, end;  // the sequence's number and tokens
-
-  // Where sequence j begins; the bounds of a row begin at `bounds`. Only those between two sequences are read.
-  static __device__ int start_of(int j, const int* bounds, int sequences, int seq) {
-    return j == 0 ? 0 : j == sequences ? seq : min(max(bounds[j], 0), seq);
-  }
-
-  // The sequence, not an empty one, that token t belongs to. Whatever the bounds are, first <= t < end.
-  __device__ void find(const int* bounds, int sequences, int t, int seq) {
-    int low = 0, high = sequences;  // the last sequence that begins at t or before
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (bounds[middle] <= t) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    sequence = low;
-    first = start_of(low, bounds, sequences, seq);
-    end = start_of(high, bounds, sequences, seq);
-  }
-};
-
-// The part of the state that a thread holds.
-template <class S, class T>
-struct Part {
-  using H = Shape<S, T>;
-  int row, column;  // of the head, of the state: of the thread's first accumulator
-
-  __device__ Part() {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    row = threadIdx.x / 128 * H::kWidth + warp % H::kTiles * 16 + lane / 4;
-    column = warp / H::kTiles * H::kHeld + lane % 4 * 2;
-  }
-
-  // function(accumulator, row of the head, column of the state) for the real ones.
-  template <class Function>
-  __device__ __forceinline__ void each(Function function) const {
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) {
-      const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
-      if (p < S::kHeadDim && n < S::kState) function(i, p, n);
-    }
-  }
+  using Given = GivenSchedule<T::kTokens>;
 };
 
 template <class S, class T, class O>
@@ -118,48 +53,21 @@ struct Walk {
   using Value = typename S::Value;
   static constexpr int kThreads = H::kThreads;
 
-  // The state that a sequence begins with, the half step that is still owed to its last key included.
-  static __device__ void begin_state(float (&s)[H::kSizeState], const Arrays<S>& in, const Place& at, int sequences,
-                                     long long schedule, const float* mimo_v) {
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
-    if constexpr (O::kInitialState) {
-      const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
-      const float owed = sigmoid(-in.trap[schedule]) * in.dt[schedule];
-      const float* ssm = in.state_ssm + state * (S::kHeadDim * S::kState);
-      const float* k = in.state_k + state * (S::kRank * S::kState);
-      const float* v = in.state_v + state * S::kHeadDim;
-      Part<S, T>().each([&](int i, int p, int n) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int rank = 0; rank < S::kRank; ++rank) {
-          sum += (O::kWeighted ? mimo_v[rank * S::kHeadDim + p] : 1.0f) * k[rank * S::kState + n];
-        }
-        s[i] = ssm[p * S::kState + n] + owed * v[p] * sum;
-      });
-    }
-  }
-
-  // The angles that a sequence begins with; null for zeros.
-  static __device__ const float* begin_angles(const Arrays<S>& in, const Place& at, int sequences) {
-    if constexpr (!O::kInitialState) return nullptr;
-    return in.state_angle + (((long long)at.row * sequences + at.sequence) * S::kHeads + at.head) * S::kPairs;
-  }
-
   // S = decay S + V' diag(kept) K, by the tensor cores of every GPU.
   static __device__ __forceinline__ void update_state(float (&s)[H::kSizeState], const typename H::Values& values,
                                                       const typename H::Rows& keys,
                                                       const typename H::Weights& weights) {
     using Multiply = Product<Value, T::kPasses>;
-    const int warp = threadIdx.x / 32 % 4;
-    const int row = threadIdx.x / 128 * H::kWidth + warp % H::kTiles * 16, column = warp / H::kTiles * H::kHeld;
+    using Pairs = PairWeights<S, T::kRows, T::kTokens>;
+    const int warp = threadIdx.x / 32;
+    const int row = warp % H::kTiles * 16, column = warp / H::kTiles * H::kHeld;
     const float decay = weights.from_start[T::kTokens - 1];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] *= decay;
 #pragma unroll
     for (int depth = 0; depth < T::kRows; depth += Multiply::kDepth) {
       typename Multiply::A a = Multiply::a_transposed(values, depth, row);
-      Multiply::scale(a, [&](int i) { return weights.kept[token_of(depth + i)]; });
+      Multiply::scale(a, [&](int i) { return Pairs::pair_of_rows(weights.kept, depth + i); });
 #pragma unroll
       for (int n = 0; n < H::kHeld; n += 16) {
         if (H::kHeld * H::kParts != H::kState && column + n >= H::kState) continue;
@@ -171,9 +79,22 @@ struct Walk {
     }
   }
 
-  static __device__ __forceinline__ int token_of(int row) {
-    const int token = row / S::kRank;
-    return S::kRank * T::kTokens == T::kRows ? token : min(token, T::kTokens - 1);  // rows beyond are zero
+  // The state as an operand.
+  static __device__ __forceinline__ void store_state(const typename H::States& states,
+                                                     const float (&s)[H::kSizeState]) {
+    const Part<S, H> part;
+#pragma unroll
+    for (int i = 0; i < H::kSizeState; i += 2) {
+      const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
+      if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
+      const float pair[2] = {s[i], s[i + 1]};
+      H::States::template store<false>(states.address(p, n), pair);
+    }
+  }
+
+  // Whether the columns of a block of 16 are all of later tokens than the rows of another.
+  static __device__ __forceinline__ bool is_later(int columns, int rows) {
+    return columns > rows + (16 % S::kRank != 0 ? 1 : 0);  // a token's ranks can lie in two neighbouring blocks
   }
 
   // A marked token's weights become NaN.
@@ -186,20 +107,14 @@ struct Walk {
   }
 };
 
-template <int Bytes>
-__device__ void clear(unsigned char* memory, int threads) {
-  static_assert(Bytes % 16 == 0, "whole pieces");
-  for (int i = threadIdx.x * 16; i < Bytes; i += threads * 16)
-    *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
-}
-
 // Shared memory of `mamba3_segment_ends`.
 template <class S, class T>
 struct EndsMemory {
   using H = Shape<S, T>;
   static constexpr int kValues = padded(H::Rows::kBytes, 1024), kTable = kValues + padded(H::Values::kBytes, 1024),
                        kWeights = kTable + padded(H::Table::kBytes, 16),
-                       kParameters = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kGiven = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kParameters = kGiven + padded(sizeof(typename H::Given), 16),
                        kPhases = kParameters + padded(S::kRank * S::kHeadDim * 4, 16),
                        kBad = kPhases + padded(S::kPairs * 4, 16), kBytes = kBad + padded(T::kTokens * 4, 16);
 };
@@ -243,6 +158,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   typename H::Values values(memory + Memory::kValues);
   const typename H::Table table(memory + Memory::kTable);
   typename H::Weights& weights = *reinterpret_cast<typename H::Weights*>(memory + Memory::kWeights);
+  typename H::Given& given = *reinterpret_cast<typename H::Given*>(memory + Memory::kGiven);
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
   unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
@@ -257,72 +173,89 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   float s[H::kSizeState];
   const float* begin = nullptr;
   if (t == at.first) {
-    begin = W::begin_angles(in, at, sequences);
-    W::begin_state(s, in, at, sequences, schedule + t, weights_v);
+    begin = begin_angles<S, O>(in, at.state(sequences, S::kHeads));
+    begin_state<S, H, O>(s, in, at.state(sequences, S::kHeads), schedule + t, weights_v);
   } else {
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
   }
-  PhaseWalk<S, T::kTokens, H::kThreads> walk;
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  PhaseWalk<S, T::kTokens, H::kThreads> walk(angles_at(t));
   bool found = !walk.begin(begin, lost);
   if (found) bad[0] = 1;
   __syncthreads();
+  using Keys = KeyStage<S, T::kTokens, H::kThreads, false, typename H::Rows>;
+  ValuesAhead<S, T::kTokens, H::kThreads, O::kWeighted> values_ahead;
+  const long long group = at.head / (S::kHeads / S::kGroups);
+  const auto load_next = [&](int t, int count) {
+    walk.load(count);
+    values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
+  };
+  const auto fetch_keys = [&](int t, int count) {
+    const long long row = ((long long)at.row * seq + t) * (S::kRank * S::kGroups) + group;
+    Keys::fetch(KeySource<S>{nullptr, k + row * S::kState}, count, keys, keys);
+  };
+  const auto fetch_next_schedule = [&](int t) {
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t, threadIdx.x);
+  };
+  int count = min(T::kTokens, end - t);
+  fetch_keys(t, count);
+  load_next(t, count);
+  fetch_next_schedule(t);
+  wait_for_copies();
+  __syncthreads();
   double decay = 0.0;
-  for (; t < end; t += T::kTokens, found = false) {
-    const int count = min(T::kTokens, end - t);
-    const long long token = (long long)at.row * seq + t;
-    if (threadIdx.x < 32) {
-      make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count,
-                               t + count < at.end);
-    }
-    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
-    found |= stage_values<S, H::kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v,
-                                                        count, values, bad);
+  while (true) {
+    if (threadIdx.x >= H::kThreads - 32) make_schedule<S::kExact>(weights, given, count, t + count < at.end);
+    found |= walk.advance(given.dt, count, 0, table, bad);
+    found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
-    const long long group = at.head / (S::kHeads / S::kGroups);
-    const KeySource<S> source{nullptr, k + (token * (S::kRank * S::kGroups) + group) * S::kState, nullptr,
-                              k_bias + parameters * (S::kRank * S::kState)};
-    found |= stage_keys<S, T::kTokens, H::kThreads, false>(source, table, count, keys, keys, bad, -1, nullptr);
+    wait_for_copies();
+    found |=
+        Keys::rotate(table, nullptr, k_bias + parameters * (S::kRank * S::kState), count, keys, keys, bad, -1, nullptr);
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
-      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
+      walk.lose(angles_at(t), dt + schedule + t, count, lost);
     }
+    found = false;
     decay += static_cast<double>(weights.sum[T::kTokens - 1]) + static_cast<double>(weights.rest[T::kTokens - 1]);
+    t += count;
+    count = min(T::kTokens, end - t);
+    if (count <= 0) {
+      W::update_state(s, values, keys, weights);
+      break;
+    }
+    load_next(t, count);
+    fetch_next_schedule(t);
     W::update_state(s, values, keys, weights);
+    wait_for_copies();
     __syncthreads();
+    fetch_keys(t, count);
   }
 
   const long long to = ((long long)at.row * S::kHeads + at.head) * (segments - 1) + at.segment;
-  Part<S, T>().each([&](int i, int p, int n) { ends[(to * S::kHeadDim + p) * S::kState + n] = s[i]; });
+  Part<S, H>().each([&](int i, int p, int n) { ends[(to * S::kHeadDim + p) * S::kState + n] = s[i]; });
   if (threadIdx.x == 0) decays[to] = exp2_of<S::kExact>(static_cast<float>(decay));
-  if (threadIdx.x % 32 < 8) {
-#pragma unroll
-    for (int set = 0; set < walk.kSets; ++set) {
-      const int pair = walk.pair(set);
-      if (pair >= S::kPairs) continue;
-      phases[2 * to * S::kPairs + pair] = walk.phase[set];
-      phases[(2 * to + 1) * S::kPairs + pair] = lost[pair];
-    }
-  }
+  walk.write_phases(phases + 2 * to * S::kPairs, lost);
 }
 
-// Shared memory of `mamba3_forward`. What the tokens give lies where the queries were, unless these have padding, which
-// must stay zero.
+// Shared memory of `mamba3_forward`. What the tokens give lies where the state was.
 template <class S, class T>
 struct ForwardMemory {
   using H = Shape<S, T>;
   static constexpr int kOutBytes = T::kRows * H::kColumns * 4;
-  static constexpr bool kApart = S::kState % 16 != 0;
-  static constexpr int kKeys = padded(kApart ? H::Rows::kBytes : larger(H::Rows::kBytes, kOutBytes), 1024),
-                       kValues = kKeys + padded(H::Rows::kBytes, 1024),
+  static constexpr int kKeys = padded(H::Rows::kBytes, 1024), kValues = kKeys + padded(H::Rows::kBytes, 1024),
                        kStates = kValues + padded(H::Values::kBytes, 1024),
-                       kTable = kStates + padded(H::States::kBytes, 1024),
+                       kTable = kStates + padded(larger(H::States::kBytes, kOutBytes), 1024),
                        kWeights = kTable + padded(H::Table::kBytes, 16),
-                       kParameters = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kGiven = kWeights + padded(sizeof(typename H::Weights), 16),
+                       kParameters = kGiven + padded(sizeof(typename H::Given), 16),
                        kPhases = kParameters + padded((3 * S::kRank + 1) * S::kHeadDim * 4, 16),
                        kBad = kPhases + padded(S::kPairs * 4, 16), kSquares = kBad + padded(T::kTokens * 4, 16),
-                       kOut = kApart ? kSquares + padded(H::kTeams * T::kRows * 4, 16) : 0,
-                       kBytes = kSquares + padded(H::kTeams * T::kRows * 4, 16) + (kApart ? kOutBytes : 0);
+                       kPairs = kSquares + 2 * T::kRows * 4,
+                       kBytes = kPairs + PairWeights<S, T::kRows, T::kTokens>::kBytes;
 };
 
 // One block for each row, segment and head, heads fastest: those of a group read the same keys and queries.
@@ -341,6 +274,8 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   using W = Walk<S, T, O>;
   using Memory = ForwardMemory<S, T>;
   using Multiply = Product<Value, T::kPasses>;
+  using Pairs = PairWeights<S, T::kRows, T::kTokens>;
+  using Pair = decltype(pair_type(Value()));
   constexpr int kThreads = H::kThreads;
   extern __shared__ __align__(1024) unsigned char memory[];
   clear<Memory::kBytes>(memory, kThreads);
@@ -369,13 +304,15 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   typename H::States states(memory + Memory::kStates);
   const typename H::Table table(memory + Memory::kTable);
   typename H::Weights& weights = *reinterpret_cast<typename H::Weights*>(memory + Memory::kWeights);
+  typename H::Given& given = *reinterpret_cast<typename H::Given*>(memory + Memory::kGiven);
   constexpr int kRanked = S::kRank * S::kHeadDim;
   float* weights_v = reinterpret_cast<float*>(memory + Memory::kParameters);
   float *weights_o = weights_v + kRanked, *weights_z = weights_o + kRanked, *weights_norm = weights_z + kRanked;
   unsigned* lost = reinterpret_cast<unsigned*>(memory + Memory::kPhases);
   int* bad = reinterpret_cast<int*>(memory + Memory::kBad);
   float* squares = reinterpret_cast<float*>(memory + Memory::kSquares);
-  float* out = reinterpret_cast<float*>(memory + Memory::kOut);
+  float* pairs = reinterpret_cast<float*>(memory + Memory::kPairs);
+  float* out = reinterpret_cast<float*>(memory + Memory::kStates);
   // A row's columns in an order in which the accumulators of a warp do not meet in a bank.
   const auto out_at = [&](int row, int column) {
     return out + row * H::kColumns + (H::kColumns % 32 == 0 ? column ^ row % 4 * 8 : column);
@@ -393,32 +330,18 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
   float skip = 0.0f;
   if constexpr (O::kSkip) skip = D[parameters];
 
+  const FinalState final_state{final_angle, final_ssm, final_k, final_v};
   if constexpr (O::kPacked && O::kFinalState) {
-    if (at.segment == 0) {  // an empty sequence passes its state through
-      for (int j = 0; j < sequences; ++j) {
-        if (at.start_of(j, bounds, sequences, seq) != at.start_of(j + 1, bounds, sequences, seq)) continue;
-        const long long state = ((long long)at.row * sequences + j) * S::kHeads + at.head;
-        const auto pass = [&](float* to, const float* from, int size) {
-          for (int i = threadIdx.x; i < size; i += kThreads) {
-            to[state * size + i] = O::kInitialState ? from[state * size + i] : 0.0f;
-          }
-        };
-        for (int pair = threadIdx.x; pair < S::kPairs; pair += kThreads) {
-          const float angle = O::kInitialState ? state_angle[state * S::kPairs + pair] : 0.0f;
-          final_angle[state * S::kPairs + pair] = radians_of_phase(phase_of_radians(angle)) + (angle - angle);
-        }
-        pass(final_ssm, state_ssm, S::kHeadDim * S::kState);
-        pass(final_k, state_k, S::kRank * S::kState);
-        pass(final_v, state_v, S::kHeadDim);
-      }
-    }
+    if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
   __syncthreads();
   table.template fill<kThreads>();
 
-  const Part<S, T> part;
   float s[H::kSizeState];
-  PhaseWalk<S, T::kTokens, kThreads> walk;
+  const auto angles_at = [&](int t) {
+    return angles + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kPairs;
+  };
+  PhaseWalk<S, T::kTokens, kThreads> walk(angles_at(t));
   if (t != at.first) {  // the sequence began in an earlier segment: sum those up
     const int from = at.first / segment_tokens;
 #pragma unroll
@@ -434,17 +357,7 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
       __syncthreads();
       const float decay = j == from ? 0.0f : decays[of];
       const float* ssm = ends + of * (S::kHeadDim * S::kState);
-      part.each([&](int i, int p, int n) {
-        const bool second = S::kHalf ? n >= S::kState / 2 : n % 2 != 0;
-        const int pair = S::kHalf ? n % (S::kState / 2) : n / 2, other = S::kHalf ? S::kState / 2 : 1;
-        float x = ssm[p * S::kState + n];
-        if (pair < S::kPairs) {
-          const float partner = ssm[p * S::kState + (second ? n - other : n + other)];
-          const int to = table.place(0, pair);
-          x = x * table.cosine[to] + (second ? partner : -partner) * table.sine[to];
-        }
-        s[i] = decay * s[i] + x;
-      });
+      add_turned<S, H>(s, decay, ssm, table);
       __syncthreads();
     }
     walk.begin(lost);
@@ -457,89 +370,69 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     }
   }
 
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, team = threadIdx.x / 128;
-  while (t < end) {
+  using Keys = KeyStage<S, T::kTokens, kThreads, true, typename H::Rows>;
+  ValuesAhead<S, T::kTokens, kThreads, O::kWeighted> values_ahead;
+  const auto load_next = [&](int t, int count) {
+    walk.load(count);
+    values_ahead.load(v + (((long long)at.row * seq + t) * S::kHeads + at.head) * S::kHeadDim, count);
+  };
+  const auto fetch_keys = [&](int t, int count) {
+    const long long row = ((long long)at.row * seq + t) * (S::kRank * S::kGroups) + group;
+    Keys::fetch(KeySource<S>{q + row * S::kState, k + row * S::kState}, count, queries, keys);
+  };
+  const auto fetch_next_schedule = [&](int t) {
+    fetch_schedule(given, adt + schedule + t, dt + schedule + t, trap + schedule + t, seq - t, threadIdx.x);
+  };
+  int count = min(T::kTokens, min(end, at.end) - t);
+  fetch_keys(t, count);
+  load_next(t, count);
+  fetch_next_schedule(t);
+  wait_for_copies();
+  __syncthreads();
+  while (true) {
     bool found = false;
     if (t == at.first) {
-      W::begin_state(s, in, at, sequences, schedule + t, weights_v);
-      found = !walk.begin(W::begin_angles(in, at, sequences), lost);
+      begin_state<S, H, O>(s, in, at.state(sequences, S::kHeads), schedule + t, weights_v);
+      found = !walk.begin(begin_angles<S, O>(in, at.state(sequences, S::kHeads)), lost);
       if (found) bad[0] = 1;
     }
-    const int count = min(T::kTokens, min(end, at.end) - t);
     const bool last = t + count == at.end;
     const long long token = (long long)at.row * seq + t;
-    const long long state = ((long long)at.row * sequences + at.sequence) * S::kHeads + at.head;
+    const long long state = at.state(sequences, S::kHeads);
 
     // What the products need.
-    if (threadIdx.x < 32) {
-      make_schedule<S::kExact>(weights, adt + schedule + t, dt + schedule + t, trap + schedule + t, count, !last);
-    }
-    found |= walk.advance(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, table, bad);
-    found |= stage_values<S, kThreads, O::kWeighted>(v + (token * S::kHeads + at.head) * S::kHeadDim, weights_v, count,
-                                                     values, bad);
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; i += 2) {
-      const int p = part.row + i / 2 % 2 * 8, n = part.column + i / 4 * 8;
-      if (H::kHeld * H::kParts != H::kState && n >= H::kState) continue;
-      const float pair[2] = {s[i], s[i + 1]};
-      states.template store<false>(p, n, pair);
-    }
+    if (threadIdx.x >= kThreads - 32) make_schedule<S::kExact>(weights, given, count, !last);
+    found |= walk.advance(given.dt, count, 0, table, bad);
+    found |= values_ahead.store(weights_v, count, values, bad);
     __syncthreads();
-    const long long rows = (token * (S::kRank * S::kGroups) + group) * S::kState;
-    const KeySource<S> source{q + rows, k + rows, q_bias + parameters * (S::kRank * S::kState),
-                              k_bias + parameters * (S::kRank * S::kState)};
-    found |= stage_keys<S, T::kTokens, kThreads, true>(
-        source, table, count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
-        O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
-    if constexpr (T::kWarpgroup) fence_async_proxy();
+    W::store_state(states, s);
+    Pairs::template make<kThreads>(pairs, weights, thread_here());
+    wait_for_copies();
+    found |=
+        Keys::rotate(table, q_bias + parameters * (S::kRank * S::kState), k_bias + parameters * (S::kRank * S::kState),
+                     count, queries, keys, bad, O::kFinalState && last ? count - 1 : -1,
+                     O::kFinalState ? final_k + state * (S::kRank * S::kState) : nullptr);
     if (__syncthreads_or(found)) {
       W::poison(weights, bad);
-      walk.lose(angles + (token * S::kHeads + at.head) * S::kPairs, dt + schedule + t, count, lost);
-    }
-    for (int c = threadIdx.x; c < T::kTokens; c += kThreads) {  // lines that are wanted soon
-      const long long now = (token + c) * S::kHeads + at.head, next = now + (long long)count * S::kHeads;
-      if constexpr (O::kGate) {
-        if (c < count) prefetch(z + now * S::kHeadDim);
-      }
-      if (t + count + c < end) {
-        prefetch(angles + next * S::kPairs);
-        prefetch(v + next * S::kHeadDim);
-      }
+      walk.lose(angles_at(t), dt + schedule + t, count, lost);
+      Pairs::template make<kThreads>(pairs, weights, thread_here());
+      __syncthreads();
     }
 
+    // The next chunk, whose inputs are on their way from here on.
+    Place next_at = at;
+    const int next = t + count;
+    if constexpr (O::kPacked) {
+      if (last && next < end) next_at.find(bounds, sequences, next, seq);
+    }
+    const int next_count = min(T::kTokens, min(end, next_at.end) - next);  // 0 or less at the end
+    if (next_count > 0) fetch_next_schedule(next);
+
     // Rows of the scores and of the output that this thread holds.
+    const int thread = thread_here(), warp = thread / 32 % 4, lane = thread % 32, team = thread / 128;
     const int row = warp * 16 + lane / 4;
-    const int early = W::token_of(row), late = W::token_of(row + 8);
+    const int early = Pairs::token_of(row), late = Pairs::token_of(row + 8);
     float m[H::kSizeScores], o[H::kSizeOut];
-    // Scores to weighted scores.
-    const auto weigh = [&]() {
-      const float early_sum = weights.sum[early], late_sum = weights.sum[late];
-      const float early_rest = weights.rest[early], late_rest = weights.rest[late];
-      const float early_gamma = weights.gamma[early], late_gamma = weights.gamma[late];
-#pragma unroll
-      for (int i = 0; i < H::kSizeScores; i += 4) {
-        if (i / 8 > warp) continue;  // later tokens only
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = i * 2 + lane % 4 * 2 + e, c = W::token_of(column);
-          const float sum = weights.sum[c], f = weights.f[c], rest = S::kExact ? weights.rest[c] : 0.0f;
-          const auto weight = [&](int token, float own_sum, float own_rest, float gamma) {
-            float exponent = own_sum - sum;
-            if constexpr (S::kExact) exponent += own_rest - rest;
-            const float w = exp2_of<S::kExact>(token > c ? exponent : 0.0f) * f;
-            return token > c ? w : gamma;
-          };
-          const float up = m[i + e] * weight(early, early_sum, early_rest, early_gamma);
-          const float low = m[i + 2 + e] * weight(late, late_sum, late_rest, late_gamma);
-          m[i + e] = early >= c ? up : 0.0f;
-          m[i + 2 + e] = late >= c ? low : 0.0f;
-          if constexpr (O::kSkip) {
-            if (column == row) m[i + e] += skip;
-            if (column == row + 8) m[i + 2 + e] += skip;
-          }
-        }
-      }
-    };
     const auto decay_rows = [&]() {
       const float up = weights.from_start[early], low = weights.from_start[late];
 #pragma unroll
@@ -547,106 +440,47 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
       }
     };
-    if constexpr (T::kWarpgroup) {
-      static_assert(T::kRows == 64 && H::kWidth == 64, "the rows of a warpgroup's product");
-      wgmma_fence();
+    const bool works = warp * 16 < T::kRows;  // fewer rows than four warps have
 #pragma unroll
-      for (int n = 0; n < H::kState; n += 16) {
-        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(m, row_descriptor(queries.base + at_n), row_descriptor(keys.base + at_n), n > 0);
+    for (int i = 0; i < H::kSizeScores; ++i) m[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < H::kSizeOut; ++i) o[i] = 0.0f;
+    if (works) {
+#pragma unroll
+      for (int n = 0; n < H::kState; n += Multiply::kDepth) {
+        const typename Multiply::A a = Multiply::a(queries, warp * 16, n);
+        typename Multiply::B b[2];
+#pragma unroll
+        for (int j = 0; j < T::kRows; j += 16) {
+          if (W::is_later(j / 16, warp)) continue;
+          Multiply::b(b, keys, j, n);
+          Multiply::add(m, j / 2, a, b[0]);
+          Multiply::add(m, j / 2 + 4, a, b[1]);
+        }
+#pragma unroll
+        for (int p = 0; p < H::kWidth; p += 16) {
+          Multiply::b(b, states, team * H::kWidth + p, n);
+          Multiply::add(o, p / 2, a, b[0]);
+          Multiply::add(o, p / 2 + 4, a, b[1]);
+        }
       }
-      wgmma_commit();
-      const unsigned states_base = states.base + team * 64 * 128;
-#pragma unroll
-      for (int n = 0; n < H::kState; n += 16) {
-        const unsigned at_n = n / 64 * H::Rows::kPanelBytes + n % 64 * 2;
-        const unsigned at_s = n / 64 * H::States::kPanelBytes + n % 64 * 2;
-        Wgmma<Value, 64>::shared(o, row_descriptor(queries.base + at_n), row_descriptor(states_base + at_s), n > 0);
-      }
-      wgmma_commit();
-      typename Multiply::A a[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[i] = Multiply::a_transposed(values, 16 * i, team * 64 + warp * 16);
-        Multiply::scale(a[i], [&](int j) { return weights.kept[W::token_of(16 * i + j)]; });
-      }
-      const float decay = weights.from_start[T::kTokens - 1];
-#pragma unroll
-      for (int i = 0; i < H::kSizeState; ++i) s[i] *= decay;
-      pin(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, H::kState>::template registers<true>(
-            s, a[i].r, column_descriptor(keys.base + i * 2048, H::Rows::kPanelBytes), true);
-      }
-      wgmma_commit();
-      wgmma_wait<2>();
-      pin(m);
-      weigh();
-#pragma unroll
-      for (int i = 0; i < H::kSizeScores; i += 4) {  // what `weigh` leaves out
-        if (i / 8 > warp) m[i] = m[i + 1] = m[i + 2] = m[i + 3] = 0.0f;
-      }
-      typename Multiply::A b[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = Multiply::of_accumulators(m, 8 * i);
-      wgmma_wait<1>();
-      pin(o);
+      Pairs::weigh(m, pairs, weights, row);
+      if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
       decay_rows();
-      pin(o);
-      wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Wgmma<Value, 64>::template registers<true>(
-            o, b[i].r, column_descriptor(values.base + team * H::Values::kPanelBytes + i * 2048, 0), true);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(o);
-      pin(s);
-    } else {
-      const bool works = warp * 16 < T::kRows;  // fewer rows than four warps have
+      for (int j = 0; j < T::kRows; j += Multiply::kDepth) {
+        if (W::is_later(j / 16, warp)) continue;
+        const typename Multiply::A a = Multiply::of_accumulators(m, j / 2);
+        typename Multiply::B b[2];
 #pragma unroll
-      for (int i = 0; i < H::kSizeScores; ++i) m[i] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < H::kSizeOut; ++i) o[i] = 0.0f;
-      if (works) {
-#pragma unroll
-        for (int n = 0; n < H::kState; n += Multiply::kDepth) {
-          const typename Multiply::A a = Multiply::a(queries, warp * 16, n);
-          typename Multiply::B b[2];
-#pragma unroll
-          for (int j = 0; j < T::kRows; j += 16) {
-            if (j / 16 > warp) continue;
-            Multiply::b(b, keys, j, n);
-            Multiply::add(m, j / 2, a, b[0]);
-            Multiply::add(m, j / 2 + 4, a, b[1]);
-          }
-#pragma unroll
-          for (int p = 0; p < H::kWidth; p += 16) {
-            Multiply::b(b, states, team * H::kWidth + p, n);
-            Multiply::add(o, p / 2, a, b[0]);
-            Multiply::add(o, p / 2 + 4, a, b[1]);
-          }
-        }
-        weigh();
-        decay_rows();
-#pragma unroll
-        for (int j = 0; j < T::kRows; j += Multiply::kDepth) {
-          if (j / 16 > warp) continue;
-          const typename Multiply::A a = Multiply::of_accumulators(m, j / 2);
-          typename Multiply::B b[2];
-#pragma unroll
-          for (int p = 0; p < H::kWidth; p += 16) {
-            Multiply::b_transposed(b, values, j, team * H::kWidth + p);
-            Multiply::add(o, p / 2, a, b[0]);
-            Multiply::add(o, p / 2 + 4, a, b[1]);
-          }
+        for (int p = 0; p < H::kWidth; p += 16) {
+          Multiply::b_transposed(b, values, j, team * H::kWidth + p);
+          Multiply::add(o, p / 2, a, b[0]);
+          Multiply::add(o, p / 2 + 4, a, b[1]);
         }
       }
-      W::update_state(s, values, keys, weights);
     }
+    W::update_state(s, values, keys, weights);
 
     if constexpr (O::kNorm) {
       float up = 0.0f, low = 0.0f;
@@ -682,7 +516,30 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
         o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
       }
     }
-    __syncthreads();  // the queries have been read
+    // The gates of two columns at a time, which neighbouring threads load and write side by side.
+    constexpr int kTogether = kThreads / (S::kHeadDim / 2), kTurns = (T::kTokens + kTogether - 1) / kTogether;
+    constexpr int kAhead = kTurns < 4 ? kTurns : 4;  // gates on their way
+    const int here = thread_here(), own = here / (S::kHeadDim / 2), column = here % (S::kHeadDim / 2) * 2;
+    const auto place_of = [&](int c) { return ((token + c) * S::kHeads + at.head) * S::kHeadDim + column; };
+    Pair gates[kAhead];
+    const auto load_gates = [&](int turn) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (O::kGate && own < kTogether && c < count) gates[i] = *reinterpret_cast<const Pair*>(z + place_of(c));
+      }
+    };
+    if constexpr (kTurns == kAhead) load_gates(0);  // where there are registers left for them
+    wait_for_copies();
+    __syncthreads();  // the matrices have been read
+    if (next_count > 0) {
+      fetch_keys(next, next_count);
+      load_next(next, next_count);
+      if constexpr (O::kGate) {
+        const int c = threadIdx.x;
+        if (c < next_count) prefetch(z + ((token + count + c) * S::kHeads + at.head) * S::kHeadDim);
+      }
+    }
     if (warp * 16 < T::kRows) {
 #pragma unroll
       for (int i = 0; i < H::kSizeOut; i += 4) {
@@ -693,88 +550,61 @@ __global__ void __launch_bounds__(Shape<S, T>::kThreads, T::kBlocks)
     }
     __syncthreads();
 
-    // Norm, gate and fold of two columns at a time, which neighbouring threads write side by side.
-    constexpr int kTogether = kThreads / (S::kHeadDim / 2);
-    const int column = threadIdx.x % (S::kHeadDim / 2) * 2;
-    float scale[S::kRank][2], gate[S::kRank][2];
+    float scale[S::kRank][2], opening[S::kRank][2];
 #pragma unroll
     for (int rank = 0; rank < S::kRank; ++rank) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         scale[rank][e] = O::kNorm ? weights_norm[column + e] : 1.0f;
         if constexpr (O::kFolds) scale[rank][e] *= weights_o[rank * S::kHeadDim + column + e];
-        gate[rank][e] = O::kGate && O::kWeighted ? weights_z[rank * S::kHeadDim + column + e] : 1.0f;
+        opening[rank][e] = O::kGate && O::kWeighted ? weights_z[rank * S::kHeadDim + column + e] : 1.0f;
       }
     }
-    const auto write = [](Value* to, float a, float b) {
-      if constexpr (S::kExact) {
-        *reinterpret_cast<float2*>(to) = make_float2(a, b);
-      } else {
-        *reinterpret_cast<unsigned*>(to) = bfloat16_pair(a, b);
-      }
-    };
-    const int own = threadIdx.x / (S::kHeadDim / 2);
-#pragma unroll 4
-    for (int c = own < kTogether ? own : count; c < count; c += kTogether) {
-      const long long to = ((token + c) * S::kHeads + at.head) * S::kHeadDim + column;
-      float opening[2] = {0.0f, 0.0f}, total[2] = {0.0f, 0.0f};
-      if constexpr (O::kGate) {
-        opening[0] = to_float(z[to]);
-        opening[1] = to_float(z[to + 1]);
-      }
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn += kAhead) {
+      if (kTurns != kAhead) load_gates(turn);
 #pragma unroll
-      for (int rank = 0; rank < S::kRank; ++rank) {
-        const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
-        float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
-        if constexpr (O::kGate) {
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = own + (turn + i) * kTogether;
+        if (own >= kTogether || c >= count) continue;
+        float total[2] = {0.0f, 0.0f};
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float g = opening[e] * gate[rank][e];
-            x[e] *= S::kExact ? g / (1.0f + expf(-g)) : __fdividef(g, 1.0f + __expf(-g));
+        for (int rank = 0; rank < S::kRank; ++rank) {
+          const float2 pair = *reinterpret_cast<const float2*>(out_at(c * S::kRank + rank, column));
+          float x[2] = {pair.x * scale[rank][0], pair.y * scale[rank][1]};
+          if constexpr (O::kGate) {
+            const float2 gate = floats_of(gates[i]);
+            x[0] *= silu<S::kExact>(gate.x * opening[rank][0]);
+            x[1] *= silu<S::kExact>(gate.y * opening[rank][1]);
           }
+          if constexpr (O::kWeighted && !O::kFolds) {
+            const long long to = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
+            *reinterpret_cast<Pair*>(y + to) = pair_of(x[0], x[1], Pair{});
+          }
+          total[0] += x[0];
+          total[1] += x[1];
         }
-        if constexpr (O::kWeighted && !O::kFolds) {
-          const long long ranked = (((token + c) * S::kRank + rank) * S::kHeads + at.head) * S::kHeadDim + column;
-          write(y + ranked, x[0], x[1]);
+        if constexpr (!O::kWeighted || O::kFolds) {
+          *reinterpret_cast<Pair*>(y + place_of(c)) = pair_of(total[0], total[1], Pair{});
         }
-        total[0] += x[0];
-        total[1] += x[1];
       }
-      if constexpr (!O::kWeighted || O::kFolds) write(y + to, total[0], total[1]);
     }
 
-    t += count;
-    if (last) {
-      if constexpr (O::kFinalState) {
-        part.each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
-        if (lane < 8) {
-#pragma unroll
-          for (int set = 0; set < walk.kSets; ++set) {
-            const int pair = walk.pair(set);
-            if (pair >= S::kPairs) continue;
-            float angle = radians_of_phase(walk.phase[set]);
-            if (lost[pair]) {
-              angle = __int_as_float(0x7fffffff);
-              for (int rank = 0; rank < S::kRank; ++rank) {
-                float* key = final_k + (state * S::kRank + rank) * S::kState + (S::kHalf ? pair : 2 * pair);
-                key[0] = key[S::kHalf ? S::kState / 2 : 1] = angle;
-              }
-            }
-            final_angle[state * S::kPairs + pair] = angle;
-          }
-        }
+    if constexpr (O::kFinalState) {
+      if (last) {
+        Part<S, H>().each([&](int i, int p, int n) { final_ssm[(state * S::kHeadDim + p) * S::kState + n] = s[i]; });
+        walk.write_angles(final_angle + state * S::kPairs, lost);
+        walk.spoil_keys(final_angle + state * S::kPairs, final_k + state * (S::kRank * S::kState));
         const long long of = (token + count - 1) * S::kHeads + at.head;
         for (int p = threadIdx.x; p < S::kHeadDim; p += kThreads) {
           final_v[state * S::kHeadDim + p] = to_float(v[of * S::kHeadDim + p]);
         }
       }
-      if constexpr (O::kPacked) {
-        if (t < end) {
-          at.find(bounds, sequences, t, seq);
-          __syncthreads();
-        }
-      }
     }
+    if (next_count <= 0) break;
+    t = next;
+    count = next_count;
+    at = next_at;
   }
 }
 

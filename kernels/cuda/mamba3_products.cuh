@@ -11,6 +11,16 @@
 
 namespace jax_ssd {
 
+// threadIdx.x, read anew: what is computed from it in a loop does not stay in registers from one turn to the next.
+__device__ __forceinline__ int thread_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+#ifdef __CUDACC_RTC__
+  __builtin_assume(thread >= 0 && thread < 1024);
+#endif
+  return thread;
+}
+
 __device__ constexpr int padded(int size, int multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 __device__ __forceinline__ unsigned bfloat16_pair(float low, float high) {
@@ -19,6 +29,31 @@ __device__ __forceinline__ unsigned bfloat16_pair(float low, float high) {
 }
 __device__ __forceinline__ float low_of_pair(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of_pair(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// sum + 0 * pair: stays zero, but for signs, as long as all are finite.
+__device__ __forceinline__ unsigned plus_zero_times(unsigned sum, unsigned pair) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
+  return sum;
+}
+
+__device__ __forceinline__ void store_shared(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void store_shared(unsigned to, unsigned a, unsigned b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+
+// Copies of 4, 8 or 16 bytes to shared memory that run beside the thread, and the wait for all of its own.
+template <int Bytes>
+__device__ __forceinline__ void copy_ahead(unsigned to, const void* from) {
+  static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "4, 8 or 16 bytes");
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(Bytes) : "memory");
+  }
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A matrix in shared memory whose rows are stored one after another, as `Product` reads it.
 template <typename T, int Rows, int Columns>
@@ -30,6 +65,7 @@ struct Matrix<__nv_bfloat16, Rows, Columns> {
   static_assert(Rows % 8 == 0, "the swizzle repeats after 8 rows");
   static constexpr int kPanelBytes = Rows * 128;
   static constexpr int kBytes = (Columns + 63) / 64 * kPanelBytes;
+  using At = unsigned;  // where an element is
   unsigned base;
 
   __device__ explicit Matrix(void* memory) : base(shared_address(memory)) {}
@@ -37,29 +73,53 @@ struct Matrix<__nv_bfloat16, Rows, Columns> {
   __device__ __forceinline__ unsigned address(int row, int column) const {
     return base + column / 64 * kPanelBytes + swizzled(row, column % 64 / 8) + column % 8 * 2;
   }
+  // The same column, `count` times `Down` rows below.
+  template <int Down>
+  static __device__ __forceinline__ unsigned below(unsigned at, int count) {
+    static_assert(Down % 8 == 0, "rows that are permuted alike");
+    return at + count * (Down * 128);
+  }
+  static constexpr int kAlike = 8;  // rows after which the order of columns repeats
 
-  // Neighbouring elements of a row from a multiple of their number on. Where `Finite`, a NaN or an infinity among them
-  // is replaced, with its neighbours, by zeros, and the result is false.
+  // Neighbouring elements of a row from a multiple of their number on: 4 or 8, to and from registers and from global
+  // memory. Where `Finite`, a NaN or an infinity among those stored is replaced, with its neighbours, by zeros, and the
+  // result is false.
+  static __device__ __forceinline__ void load(float (&v)[8], unsigned at) {
+    unsigned w[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(at)
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[2 * i] = low_of_pair(w[i]), v[2 * i + 1] = high_of_pair(w[i]);
+  }
+  static __device__ __forceinline__ void load(float (&v)[4], unsigned at) {
+    unsigned w[2];
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(at) : "memory");
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[2 * i] = low_of_pair(w[i]), v[2 * i + 1] = high_of_pair(w[i]);
+  }
+  template <int Count>
+  static __device__ __forceinline__ void fetch(unsigned at, const __nv_bfloat16* from) {
+    copy_ahead<2 * Count>(at, from);
+  }
   template <bool Finite, int Count>
-  __device__ __forceinline__ bool store(int row, int column, const float (&v)[Count]) const {
+  static __device__ __forceinline__ bool store(unsigned to, const float (&v)[Count]) {
     unsigned words[Count / 2], probe = 0;
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) {
       words[i] = bfloat16_pair(v[2 * i], v[2 * i + 1]);
-      if constexpr (Finite) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(words[i]), "r"(0u));
+      if constexpr (Finite) probe = plus_zero_times(probe, words[i]);
     }
     const bool finite = (probe & 0x7fff7fffu) == 0;
     if (!finite) {
 #pragma unroll
       for (int i = 0; i < Count / 2; ++i) words[i] = 0;
     }
-    const unsigned to = address(row, column);
     if constexpr (Count == 8) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
+      store_shared(to, words[0], words[1], words[2], words[3]);
     } else if constexpr (Count == 4) {
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+      store_shared(to, words[0], words[1]);
     } else {
       static_assert(Count == 2, "2, 4 or 8 elements");
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(words[0]) : "memory");
@@ -73,14 +133,33 @@ template <int Rows, int Columns>
 struct Matrix<float, Rows, Columns> {
   static constexpr int kStride = padded(Columns, 32) + 8;
   static constexpr int kBytes = Rows * kStride * 4;
+  using At = float*;
   float* base;
 
   __device__ explicit Matrix(void* memory) : base(static_cast<float*>(memory)) {}
 
   __device__ __forceinline__ float* address(int row, int column) const { return base + row * kStride + column; }
+  template <int Down>
+  static __device__ __forceinline__ float* below(float* at, int count) {
+    return at + count * (Down * kStride);
+  }
+  static constexpr int kAlike = 1;
 
+  template <int Count>
+  static __device__ __forceinline__ void load(float (&v)[Count], const float* at) {
+#pragma unroll
+    for (int i = 0; i < Count; i += 4) {
+      const float4 w = *reinterpret_cast<const float4*>(at + i);
+      v[i] = w.x, v[i + 1] = w.y, v[i + 2] = w.z, v[i + 3] = w.w;
+    }
+  }
+  template <int Count>
+  static __device__ __forceinline__ void fetch(float* at, const float* from) {
+#pragma unroll
+    for (int i = 0; i < Count; i += 4) copy_ahead<16>(shared_address(at + i), from + i);
+  }
   template <bool Finite, int Count>
-  __device__ __forceinline__ bool store(int row, int column, const float (&v)[Count]) const {
+  static __device__ __forceinline__ bool store(float* to, const float (&v)[Count]) {
     float probe = 0.0f;
     if constexpr (Finite) {
 #pragma unroll
@@ -89,8 +168,7 @@ struct Matrix<float, Rows, Columns> {
     const bool finite = probe == 0.0f;
 #pragma unroll
     for (int i = 0; i < Count; i += 2) {
-      *reinterpret_cast<float2*>(address(row, column + i)) =
-          finite ? make_float2(v[i], v[i + 1]) : make_float2(0.0f, 0.0f);
+      *reinterpret_cast<float2*>(to + i) = finite ? make_float2(v[i], v[i + 1]) : make_float2(0.0f, 0.0f);
     }
     return finite;
   }
@@ -151,16 +229,16 @@ struct Product<__nv_bfloat16, Passes> {
     for (int i = 0; i < 4; ++i) a.r[i] = bfloat16_pair(d[first + 2 * i], d[first + 2 * i + 1]);
     return a;
   }
-  // a diag(w); weight(i) is w at position i of the summed dimension.
-  template <class Weight>
-  static __device__ __forceinline__ void scale(A& a, Weight weight) {
+  // a diag(w); weights(i) is w at the positions i and i + 1, i even, of the summed dimension.
+  template <class Weights>
+  static __device__ __forceinline__ void scale(A& a, Weights weights) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float w0 = weight(half * 8 + lane % 4 * 2), w1 = weight(half * 8 + lane % 4 * 2 + 1);
+      const float2 w = weights(half * 8 + lane % 4 * 2);
 #pragma unroll
       for (int i = half * 2; i < half * 2 + 2; ++i) {
-        a.r[i] = bfloat16_pair(low_of_pair(a.r[i]) * w0, high_of_pair(a.r[i]) * w1);
+        a.r[i] = bfloat16_pair(low_of_pair(a.r[i]) * w.x, high_of_pair(a.r[i]) * w.y);
       }
     }
   }
@@ -220,14 +298,13 @@ struct Product<float, Passes> {
   static __device__ __forceinline__ A of_accumulators(const float (&d)[Size], int first) {
     return {d[first], d[first + 2], d[first + 1], d[first + 3]};
   }
-  template <class Weight>
-  static __device__ __forceinline__ void scale(A& a, Weight weight) {
-    const int lane = threadIdx.x % 32;
-    const float w0 = weight(lane % 4 * 2), w1 = weight(lane % 4 * 2 + 1);
-    a.r[0] *= w0;
-    a.r[1] *= w0;
-    a.r[2] *= w1;
-    a.r[3] *= w1;
+  template <class Weights>
+  static __device__ __forceinline__ void scale(A& a, Weights weights) {
+    const float2 w = weights(threadIdx.x % 4 * 2);
+    a.r[0] *= w.x;
+    a.r[1] *= w.x;
+    a.r[2] *= w.y;
+    a.r[3] *= w.y;
   }
   template <int Size>
   static __device__ __forceinline__ void add(float (&d)[Size], int first, const A& a, const B& b) {

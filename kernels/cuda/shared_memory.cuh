@@ -1,4 +1,5 @@
-// Shared memory: addresses, the 128-byte swizzle, fragments of 8 x 8 tiles, barriers of a part of the block.
+// Shared memory: addresses, the 128-byte swizzle, fragments of 8 x 8 tiles, barriers of a part of the block, and that
+// of other blocks of a cluster.
 #pragma once
 
 namespace jax_ssd {
@@ -43,6 +44,24 @@ __device__ __forceinline__ void store_tiles_transposed(unsigned address, const u
 // Waits for `threads` threads of the block at barrier `id` (1 to 15; 0 is __syncthreads).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// All threads of the cluster that have not ended wait for each other, whole warps at a time.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four numbers at this address in the shared memory of a block of the cluster.
+__device__ __forceinline__ float4 load_from_block(unsigned address, unsigned rank) {
+  unsigned there;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(there)
+               : "memory");
+  return v;
 }
 
 // Makes this thread's writes to shared memory visible to wgmma and TMA, once a barrier has passed as well.

@@ -84,7 +84,10 @@ def _run(plan: Plan, launch: Launch, kernel: Kernel, memories: Mapping[str, Guar
             parameters.append(_tensor_map(plan, parameter, memories[parameter.buffer].address))
         else:
             parameters.append(parameter)
-    error = kernel.launch(launch.grid, launch.block, launch.shared_memory, parameters, seed)
+    cluster, *others = launch.cluster or (1, 1, 1)
+    if others != [1, 1]:
+        raise EmulatorError(f"kernel {launch.name}: clusters along x only, got {launch.cluster}")
+    error = kernel.launch(launch.grid, launch.block, launch.shared_memory, cluster, parameters, seed)
     if error:
         raise EmulatorError(f"plan {plan.name}, kernel {launch.name}: {error}")
     for name, memory in memories.items():

@@ -53,6 +53,7 @@ class Kernel:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_memory: int,
+        cluster: int,
         parameters: Sequence[bytes],
         seed: int,
     ) -> str | None:
@@ -63,6 +64,7 @@ class Kernel:
             (ctypes.c_uint * 3)(*grid),
             (ctypes.c_uint * 3)(*block),
             shared_memory,
+            cluster,
             seed,
             len(values),
             (ctypes.c_void_p * len(values))(*(address for _, address in values)),
@@ -87,15 +89,17 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_memory", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
         ("seed", ctypes.c_uint),
         ("count", ctypes.c_uint),
         ("arguments", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
     )
 
-    def __init__(self, grid, block, shared_memory, seed, count, arguments, sizes):
+    def __init__(self, grid, block, shared_memory, cluster, seed, count, arguments, sizes):
         self._kept = arguments, sizes
-        super().__init__(grid, block, shared_memory, seed, count, ctypes.addressof(arguments), ctypes.addressof(sizes))
+        addresses = ctypes.addressof(arguments), ctypes.addressof(sizes)
+        super().__init__(grid, block, shared_memory, cluster, seed, count, *addresses)
 
 
 def _aligned(value: bytes) -> tuple[ctypes.Array, int]:

@@ -69,9 +69,29 @@ inline unsigned block_barrier(unsigned id, int count, unsigned vote, const char*
   return barrier.result;
 }
 
+inline void cluster_passes(Cluster& cluster) {
+  if (cluster.arrived < cluster.running || !cluster.running) return;
+  cluster.arrived = 0;
+  ++cluster.generation;
+}
+
+inline void cluster_arrive() {
+  Cluster& cluster = *own_block().cluster;
+  current->cluster_seen = cluster.generation;
+  ++cluster.arrived;
+  cluster_passes(cluster);
+}
+
+inline void cluster_wait() {
+  Cluster& cluster = *own_block().cluster;
+  if (cluster.generation == current->cluster_seen) wait_for_change(cluster.generation, "the cluster's barrier");
+}
+
 inline void thread_leaves_barriers() {
   Block& block = own_block();
   --block.running;
+  --block.cluster->running;
+  cluster_passes(*block.cluster);
   for (auto& barrier : block.named) {
     if (barrier.count < 0 && barrier.arrived == block.running && block.running) complete(barrier);
   }

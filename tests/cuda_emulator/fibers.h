@@ -37,6 +37,13 @@ struct Meeting {
 
 struct Block;
 
+// Neighbouring blocks that see each other's shared memory.
+struct Cluster {
+  std::vector<Block*> blocks;  // null before they start and after they end
+  int running = 0, arrived = 0;
+  uint32_t generation = 0;
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   char* stack = nullptr;  // its lowest byte
@@ -52,6 +59,7 @@ struct Fiber {
   // The last load of a flag that was not set: the next one waits until something is released.
   const void* polled = nullptr;
   uint32_t polled_at = 0;
+  uint32_t cluster_seen = 0;  // generation of the cluster's barrier when this thread arrived there
   // Groups of copies by this thread: of cp.async, of bulk copies out; the last one is open.
   std::deque<std::vector<std::function<void()>>> async_groups{1}, bulk_groups{1};
 };

@@ -197,7 +197,19 @@ inline void st_shared_v4_b32(unsigned address, unsigned a, unsigned b, unsigned 
   store_shared(address, {a, b, c, d});
 }
 
+inline void mapa_shared_cluster_u32(unsigned& d, unsigned address, unsigned rank) {
+  d = cluster_address(address, rank);
+}
+inline void ld_shared_cluster_v4_f32(float& d0, float& d1, float& d2, float& d3, unsigned address) {
+  float v[4];
+  memcpy(v, cluster_shared(address, sizeof v, sizeof v), sizeof v);
+  d0 = v[0], d1 = v[1], d2 = v[2], d3 = v[3];
+}
+
 // Barriers and flags.
+
+inline void barrier_cluster_arrive_release_aligned() { cluster_arrive(); }
+inline void barrier_cluster_wait_acquire_aligned() { cluster_wait(); }
 
 inline void bar_sync(unsigned id, int count) { block_barrier(id, count, 0, "bar.sync"); }
 
@@ -266,12 +278,19 @@ inline void cp_async_wait_all() {
   wait_for_groups(current->async_groups, 0);
 }
 
+// Registers of a thread: an increase waits until others have given up as many.
+
+inline void setmaxnreg_inc_sync_aligned_u32(int count) { own_block().registers[current->number / WARP] = count; }
+inline void setmaxnreg_dec_sync_aligned_u32(int count) { own_block().registers[current->number / WARP] = count; }
+
 // What changes no number.
 
 inline void prefetch_tensormap(const void*) {}
 inline void prefetch_global_L2(const void*) {}
-inline void setmaxnreg_inc_sync_aligned_u32(int) {}
-inline void setmaxnreg_dec_sync_aligned_u32(int) {}
+inline void cp_async_bulk_prefetch_L2_global(const void* from, unsigned bytes) {
+  if (bytes % 16) fail_f("a bulk prefetch of %u bytes, no multiple of 16", bytes);
+  global(from, 16);
+}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 

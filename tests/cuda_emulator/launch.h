@@ -32,7 +32,8 @@ inline char* reserve(size_t bytes) {
 
 class Grid {
  public:
-  Grid(unsigned dynamic_shared, unsigned seed) : dynamic_shared_(dynamic_shared), random_(seed) {}
+  Grid(unsigned dynamic_shared, unsigned cluster, unsigned seed)
+      : dynamic_shared_(dynamic_shared), cluster_(cluster), random_(seed) {}
 
   void run() {
     const uint64_t all = uint64_t(grid_size.x) * grid_size.y * grid_size.z;
@@ -71,6 +72,13 @@ class Grid {
     block->used = RESERVED + dynamic_shared_;
     if (dynamic_shared_ > MOST_SHARED) fail_f("%u bytes of shared memory are too many", dynamic_shared_);
     block->running = int(block_size.x * block_size.y * block_size.z);
+    if (number % cluster_ == 0) {
+      newest_ = std::make_shared<Cluster>();
+      newest_->blocks.resize(cluster_);
+      newest_->running = int(cluster_) * block->running;
+    }
+    block->cluster = newest_;
+    newest_->blocks[number % cluster_] = block.get();
     block->fibers.resize(block->running);
     // Warps run in a random order, and so do the lanes of each: what is not ordered by the program is not ordered here.
     block->order.resize(block->running);
@@ -108,12 +116,23 @@ class Grid {
     for (auto& [number, group] : block.warpgroups) {
       if (!group.accumulators.empty()) fail("the block ends before its products (wgmma) were awaited");
     }
+    const int warps = int(block.fibers.size() + WARP - 1) / WARP;
+    // To each thread of a block that has the multiprocessor, a quarter of whose registers serves a quarter of its
+    // warps.
+    const int granted = 16 * 1024 / ((warps + 3) / 4 * WARP) / 8 * 8;
+    int wanted = (warps - int(block.registers.size())) * granted;
+    for (auto& [warp, count] : block.registers) wanted += count;
+    if (wanted > warps * granted) {
+      fail_f("setmaxnreg waits forever: the warps want %d registers a lane together, and got %d", wanted,
+             warps * granted);
+    }
     const auto written = [](char byte) { return byte != char(POISON); };
     if (std::any_of(block.arena, block.arena + RESERVED, written) ||
         std::any_of(block.arena + block.used, block.arena + ARENA, written)) {
       fail_f("the block wrote outside of its shared memory, %u to %u", RESERVED, block.used);
     }
     current = nullptr;
+    std::replace(block.cluster->blocks.begin(), block.cluster->blocks.end(), &block, static_cast<Block*>(nullptr));
     free_.push_back({block.arena, block.stacks});
   }
 
@@ -144,7 +163,8 @@ class Grid {
     fail(text);
   }
 
-  unsigned dynamic_shared_;
+  unsigned dynamic_shared_, cluster_;  // blocks of a cluster, which are neighbours along x
+  std::shared_ptr<Cluster> newest_;
   std::mt19937 random_;
   std::vector<std::unique_ptr<Block>> active_;
   std::vector<Memory> free_;
@@ -182,7 +202,7 @@ struct Caller<Kernel> {
 };
 
 struct Launch {
-  unsigned grid[3], block[3], shared_memory, seed, count;
+  unsigned grid[3], block[3], shared_memory, cluster, seed, count;
   void** arguments;
   const unsigned* sizes;
 };
@@ -221,7 +241,7 @@ int run(const Launch* launch, char* error, size_t size, uint64_t* where) {
         fail_f("parameter %u has %zu bytes, the launch passes %u", i, Call::SIZES[i], launch->sizes[i]);
       }
     }
-    Grid(launch->shared_memory, launch->seed).run();
+    Grid(launch->shared_memory, launch->cluster, launch->seed).run();
   } else {
     snprintf(error, size, "%s", failure.c_str());
     *where = fault_offset;

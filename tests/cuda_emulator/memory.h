@@ -35,6 +35,7 @@ struct Warpgroup {
 struct Block {
   Index index;
   std::deque<Fiber> fibers;
+  std::shared_ptr<Cluster> cluster;
   std::vector<int> order;
   int running = 0;
   char* arena = nullptr;  // twice: as threads see it, and as the asynchronous proxy does
@@ -49,6 +50,7 @@ struct Block {
   std::map<std::pair<int, unsigned>, Meeting> warps;  // by warp and mask
   std::map<int, Warpgroup> warpgroups;
   std::map<unsigned, Barrier> barriers;  // by shared address
+  std::map<int, int> registers;          // of a thread, by warp, where setmaxnreg changed them
 };
 
 inline Index block_index_of(const Block* block) { return block->index; }
@@ -62,6 +64,26 @@ inline char* shared(unsigned address, unsigned bytes, unsigned alignment) {
   }
   if (address % alignment) fail_f("shared address %u is not a multiple of %u", address, alignment);
   return block.arena + address;
+}
+
+// Shared memory of a block of the cluster has a number that says which block's.
+constexpr unsigned RANKS = 24;
+
+inline unsigned cluster_address(unsigned address, unsigned rank) {
+  shared(address, 1, 1);
+  if (rank >= own_block().cluster->blocks.size()) fail_f("the cluster has no block %u", rank);
+  return address | (rank + 1) << RANKS;
+}
+
+inline char* cluster_shared(unsigned address, unsigned bytes, unsigned alignment) {
+  const unsigned rank = (address >> RANKS) - 1, at = address & ((1u << RANKS) - 1);
+  if (rank >= own_block().cluster->blocks.size()) fail_f("address %u is no shared address of a cluster", address);
+  const Block* block = own_block().cluster->blocks[rank];
+  if (!block) fail_f("block %u of the cluster does not run: its shared memory is not there", rank);
+  if (at < RESERVED || at + uint64_t(bytes) > block->used || at % alignment) {
+    fail_f("shared address %u + %u bytes of block %u of the cluster is outside or misaligned", at, bytes, rank);
+  }
+  return block->arena + at;
 }
 
 inline const char* async_shared(unsigned address, unsigned bytes, unsigned alignment) {

@@ -52,6 +52,9 @@ def check(p: Problem, operands: dict[str, np.ndarray] | None = None, **blocks: A
         ({"seq": 150, "heads": 24, "groups": 8, "has_initial_state": True}, {}),
         ({"seq": 150, "heads": 40, "groups": 1, "has_dfinal": True, "has_dt_bias": True}, {"head_blocks": 1}),
         ({"seq": 130, "heads": 2, "groups": 1, "head_dim": 192, "has_D": True, "param_rows": 2}, {}),
+        ({**EVERY, "seq": 300, "state": 256}, {"segments": 3}),
+        ({**EVERY, "batch": 3, "seq": 300, "heads": 3, "state": 512, "groups": 1}, {"row_slices": 2, "head_blocks": 2}),
+        ({"seq": 140, "heads": 4, "groups": 2, "head_dim": 128, "state": 192}, {}),
     ],
     ids=str,
 )
@@ -121,3 +124,15 @@ def test_a_nan_stays_in_its_row(name):
     got = backward(p, operands, segments=2)
     for gradient in got:
         np.testing.assert_array_equal(got[gradient][[0, 2]], clean[gradient][[0, 2]], err_msg=gradient)
+
+
+@pytest.mark.parametrize("state", [64, 128, 256])
+def test_a_nan_in_a_target_reaches_no_later_token(state):
+    p = model(**EVERY, batch=1, seq=300, state=state)
+    operands = operands_of(p)
+    clean = backward(p, operands)
+    operands["C"][0, 137] = np.nan
+    got = backward(p, operands)
+    for name in ("dx", "ddt"):
+        np.testing.assert_array_equal(got[name][:, 138:], clean[name][:, 138:], err_msg=name)
+        assert np.isnan(got[name][:, :138].astype(np.float32)).any()

@@ -1,0 +1,363 @@
+// The gradients that one chunk of a Mamba-2 scan gives, of states that fit one block; mamba2_backward.cu says how they
+// are computed and from what.
+//
+// One block per chunk and block of heads of one group, which goes through its heads in order and keeps dB and dC in
+// registers. A warp owns 16 tokens, as sources and as targets; scores stay in the registers of the warp that made them.
+
+#include "async_copy.cuh"
+#include "decay.cuh"
+#include "fragments.cuh"
+#include "mamba2_chunks.cuh"
+#include "mamba2_pairs.cuh"
+#include "shared_memory.cuh"
+#include "wgmma.cuh"
+
+using namespace jax_ssd;
+
+namespace {
+
+// Shared memory of chunk_gradients.
+template <int N>
+struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
+  static constexpr int Tiles = N / 64;
+  static constexpr int B = 0, C = B + Tiles * ROWS;                       // [Tiles][128][64]
+  static constexpr int S = C + Tiles * ROWS, Adjoint = S + Tiles * TILE;  // [Tiles][64 channels][64]
+  static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [strips]
+  static constexpr int Barriers = ByLast + STRIPS * 4;
+  static constexpr int Bytes = Barriers + 5 * 8;
+};
+
+}  // namespace
+
+// S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N]; dstep, ddecay [batch,
+// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 256
+// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one. The strips of warps w and w
+// + 4, which share a scheduler, have nine tiles of pairs together.
+template <typename T, int N, bool HasD, bool SharedParams, bool Clustered>
+__global__ void __launch_bounds__(TOKEN_THREADS, 1)
+    chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
+                    const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
+                    const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
+                    const float* step, const float* decay, const float* skip, T* dx, T* dB, T* dC, float* dstep,
+                    float* ddecay, float* dskip, int seq, int heads, int groups, int pieces, int chunks,
+                    int head_blocks, int block_units, int first_row) {
+  using Memory = ChunkMemory<N>;
+  static_assert(Memory::Bytes + 1024 <= 227 * 1024 &&
+                2 * SUM_BYTES<N> <= Memory::Bytes);  // 1024: what aligning may cost
+  extern __shared__ char raw[];
+  const unsigned base = (shared_address(raw) + 1023) & ~1023u;
+  char* memory = raw + (base - shared_address(raw));
+  const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, full_adjoints = full_group + 16;
+  const unsigned full_tokens = full_group + 24;  // two
+  const Sizes sizes{seq, heads, groups, pieces, chunks};
+
+  int block = blockIdx.x;
+  const int head_block = block % head_blocks;
+  block /= head_blocks;
+  const int group = block % groups;
+  block /= groups;
+  const int chunk = block % chunks, local_row = block / chunks, row = first_row + local_row;
+  const int first_unit = group * sizes.group_units() + head_block * block_units;
+  const int count = min(block_units, sizes.group_units() - head_block * block_units);
+
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
+  const int strip = warp < 4 ? warp : 11 - warp;
+  const int upper = strip * 16 + lane / 4, lower = upper + 8;  // this lane's two tokens
+
+  auto load_tokens = [&](int k) {
+    const int unit = first_unit + k;
+    const size_t at = (size_t(row) * heads + unit / pieces) * sizes.padded() + chunk * TOKENS;
+    const float* of_unit = skip + (size_t(SharedParams ? 0 : row) * sizes.units() + unit) * WIDTH;
+    load_head<Memory, HasD>(base, k % 2, full_tokens + k % 2 * 8, x, dy, decay + at, step + at, of_unit, unit,
+                            chunk * TOKENS, row);
+  };
+  auto load_state_tiles = [&](const TensorMap& map, unsigned to, int k, unsigned barrier) {
+    barrier_expect(barrier, Memory::Tiles * TILE);
+    for (int i = 0; i < Memory::Tiles; ++i) {
+      copy_in(to + i * TILE, map, i * 64, 0, chunk, local_row * sizes.units() + first_unit + k, barrier, KEEP_FIRST);
+    }
+  };
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 5; ++i) barrier_init(full_group + i * 8, 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  follow_earlier_kernels();
+  if (threadIdx.x == 0) {
+    barrier_expect(full_group, 2 * Memory::Tiles * ROWS);
+    for (int i = 0; i < 2 * Memory::Tiles; ++i) {
+      const int to = i / 2 * ROWS + i % 2 * TILE, token = chunk * TOKENS + i % 2 * HALF;
+      copy_in(base + Memory::B + to, B, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+      copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
+    }
+    load_tokens(0);
+    load_state_tiles(adjoints, base + Memory::Adjoint, 0, full_adjoints);
+    load_state_tiles(states, base + Memory::S, 0, full_states);
+    if (count > 1) load_tokens(1);
+  }
+
+  // Offsets of the fragments of 16 rows and 16 columns (the next 16: ^ 32, the next 16 rows: + 2048), of the left
+  // factor or, transposed, of one whose rows are summed over; and of a right factor whose columns are summed over.
+  const unsigned left = swizzled(lane % 16, lane / 16), right = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  auto* pair_gradient = reinterpret_cast<float4*>(memory + Memory::PairGradient);
+  auto* pairs = reinterpret_cast<uint4*>(memory + Memory::Pairs);
+
+  // G of this warp's sources, [source][target], kept as the lanes hold it.
+  barrier_wait(full_group, 0);
+#pragma unroll 1
+  for (int target = strip; target < STRIPS; ++target) {
+    float tile[2][4] = {};
+#pragma unroll
+    for (int d = 0; d < N / 16; ++d) {
+      unsigned a[4], b[4];
+      load_tiles(a, base + Memory::B + d / 4 * ROWS + strip * 2048 + (left ^ d % 4 * 32));
+      load_tiles(b, base + Memory::C + d / 4 * ROWS + target * 2048 + (right ^ d % 4 * 32));
+      multiply(tile[0], a, b[0], b[1], T());
+      multiply(tile[1], a, b[2], b[3], T());
+    }
+    const int at = pair_tile(strip, target);
+    pairs[at * 32 + lane] = {Pair<T>::of(tile[0][0], tile[0][1]), Pair<T>::of(tile[0][2], tile[0][3]),
+                             Pair<T>::of(tile[1][0], tile[1][1]), Pair<T>::of(tile[1][2], tile[1][3])};
+    pair_gradient[at * 64 + lane] = pair_gradient[at * 64 + 32 + lane] = {0, 0, 0, 0};
+  }
+
+  float source_gradient[N / 2], target_gradient[N / 2];  // dB and dC of this warp's tokens
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) source_gradient[i] = target_gradient[i] = 0;
+
+#pragma unroll 1
+  for (int k = 0; k < count; ++k) {
+    const int buffer = k % 2;
+    const unsigned x_tile = base + Memory::X + buffer * ROWS;
+    const unsigned dy_tile = base + Memory::DY + buffer * ROWS;
+    const float* g = reinterpret_cast<const float*>(memory + Memory::Decay) + buffer * TOKENS;
+    const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
+    barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
+    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_last = g[TOKENS - 1];
+    unsigned x_own[4][4];
+#pragma unroll
+    for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
+
+    // From the chunk's end: u = T B_j, and dB += s e x T.
+    const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
+    float u[WIDTH / 2], leaving[2] = {0, 0};
+    barrier_wait(full_adjoints, k % 2);
+    {
+      unsigned scaled[4][4];
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = both_of<T>(x_own[d][i]);
+          const float weight = s_own[i % 2] * leave[i % 2];
+          scaled[d][i] = Pair<T>::of(v.x * weight, v.y * weight);
+        }
+      }
+      const unsigned adjoint = base + Memory::Adjoint;
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const unsigned long long b = advanced(column_descriptor(adjoint, TILE), d * 2048);
+        Wgmma<T, N>::template registers<true>(source_gradient, scaled[d], b, true);
+      }
+      wgmma_commit();
+#pragma unroll
+      for (int columns = 0; columns < Memory::Tiles; ++columns) {
+        unsigned a[4][4];
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          load_tiles(a[d], base + Memory::B + columns * ROWS + strip * 2048 + (left ^ d * 32));
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < 4; ++d) {
+          const unsigned long long b = advanced(row_descriptor(adjoint + columns * TILE), d * 32);
+          Wgmma<T, WIDTH>::template registers<false>(u, a[d], b, columns + d > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+      }
+      pin(u);
+      pin(source_gradient);
+    }
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = both_of<T>(x_own[d][i]);
+        float* part = u + 4 * (2 * d + i / 2) + 2 * (i % 2);
+        leaving[i % 2] += part[0] * v.x + part[1] * v.y;
+        part[0] *= leave[i % 2];
+        part[1] *= leave[i % 2];
+      }
+    }
+    leaving[0] = leave[0] * quad_sum(leaving[0]);
+    leaving[1] = leave[1] * quad_sum(leaving[1]);
+
+    barrier_wait(full_states, k % 2);
+    float across = 0;  // this thread's part of <S, T>
+#pragma unroll
+    for (int i = 0; i < N / 32; ++i) {
+      const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[threadIdx.x + i * 256];
+      const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[threadIdx.x + i * 256];
+      const unsigned of_state[4] = {a.x, a.y, a.z, a.w}, of_adjoint[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 v = both_of<T>(of_state[j]), w = both_of<T>(of_adjoint[j]);
+        across += v.x * w.x + v.y * w.y;
+      }
+    }
+    across *= exp2_fast(g_last);
+    __syncthreads();
+    if (threadIdx.x == 0 && k + 1 < count) {
+      load_state_tiles(adjoints, base + Memory::Adjoint, k + 1, full_adjoints);
+    }
+
+    float* by_step = reinterpret_cast<float*>(memory + Memory::ByStep);
+    if (quad == 0) {
+      by_step[upper] = leaving[0];
+      by_step[lower] = leaving[1];
+      across += s_own[0] * leaving[0] + s_own[1] * leaving[1];
+    }
+    across = warp_sum(across);
+    if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[strip] = across;
+
+    // Pairs: this warp's sources with every target from them on.
+    float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
+    float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
+    add_pairs<T, true>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
+                       strip, strip);
+    same[0] = same[0] - later[0], same[1] = same[1] - later[1];
+#pragma unroll 1
+    for (int target = strip + 1; target < STRIPS; ++target) {
+      add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
+                          strip, target);
+    }
+
+    unsigned dy_own[4][4];
+    finish_sources<T, Memory, HasD>(u, dy_own, s_own, memory, buffer, x_tile, dy_tile, strip);
+    {
+      const size_t at = ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
+      store_rows<T, WIDTH>(u, dx + at, dx + at + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
+                           chunk * TOKENS + lower < seq);
+    }
+
+    // From the chunk's start: dC += exp2(g) dy S, and what it says of the decays.
+    const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
+    float entering[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < Memory::Tiles; ++half) {
+      float product[32];
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const unsigned long long b = advanced(column_descriptor(base + Memory::S + half * TILE, TILE), d * 2048);
+        Wgmma<T, 64>::template registers<true>(product, dy_own[d], b, d > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(product);
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        unsigned c[4];
+        load_tiles(c, base + Memory::C + half * ROWS + strip * 2048 + (left ^ d * 32));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = both_of<T>(c[i]);
+          const int j = 4 * (2 * d + i / 2) + 2 * (i % 2);
+          entering[i % 2] += v.x * product[j] + v.y * product[j + 1];
+          target_gradient[32 * half + j] += enter[i % 2] * product[j];
+          target_gradient[32 * half + j + 1] += enter[i % 2] * product[j + 1];
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      entering[h] = enter[h] * quad_sum(entering[h]);
+      const float after = quad_sum(later[h]), all = after + quad_sum(same[h]);
+      if (quad == 0) {
+        const int token = h ? lower : upper;
+        const float leaving = by_step[token];
+        by_step[token] = all + leaving;
+        reinterpret_cast<float*>(memory + Memory::ByDecay)[token] = entering[h] - s_own[h] * (after + leaving);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (k + 1 < count) load_state_tiles(states, base + Memory::S, k + 1, full_states);
+      if (k + 2 < count) load_tokens(k + 2);
+    }
+
+    // One warp finishes the head while the others go on: nothing it reads is written before the next barrier.
+    if (warp == k % 8) {
+      const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
+      const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
+      const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
+      float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
+      for (int i = 0; i <= lane / 4; ++i) {
+        const float4 part = targets[i * 32 + lane];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      const float last = warp_sum(lane < STRIPS ? reinterpret_cast<const float*>(memory + Memory::ByLast)[lane] : 0.0f);
+      if (lane == 31) sum.w += last;
+      *reinterpret_cast<float4*>(ddecay + at) = sums_to_the_end(sum);
+      *reinterpret_cast<float4*>(dstep + at) = reinterpret_cast<const float4*>(memory + Memory::ByStep)[lane];
+      if constexpr (HasD) {
+        float2 total{0, 0};
+        for (int i = 0; i < STRIPS; ++i) {
+          const float2 part = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
+          total.x += part.x, total.y += part.y;
+        }
+        *reinterpret_cast<float2*>(dskip + (of_unit * chunks + chunk) * WIDTH + lane * 2) = total;
+      }
+    }
+  }
+
+  // dB += dG' C and dC += dG B, with dG summed over the heads; all tiles of it were written before the last barrier.
+  auto add = [&](float (&d)[N / 2], const unsigned (&a)[4], unsigned tile, int strip) {
+#pragma unroll
+    for (int n = 0; n < N / 16; ++n) {
+      unsigned b[4];
+      load_tiles_transposed(b, tile + n / 4 * ROWS + strip * 2048 + (left ^ n % 4 * 32));
+      multiply(reinterpret_cast<float (&)[4]>(d[8 * n]), a, b[0], b[1], T());
+      multiply(reinterpret_cast<float (&)[4]>(d[8 * n + 4]), a, b[2], b[3], T());
+    }
+  };
+  auto packed_tile = [&](unsigned (&r)[4], int source, int target) {
+    const int at = pair_tile(source, target);
+    const float4 a = pair_gradient[at * 64 + lane], b = pair_gradient[at * 64 + 32 + lane];
+    r[0] = Pair<T>::of(a.x, a.y), r[1] = Pair<T>::of(a.z, a.w), r[2] = Pair<T>::of(b.x, b.y),
+    r[3] = Pair<T>::of(b.z, b.w);
+  };
+#pragma unroll 1
+  for (int target = strip; target < STRIPS; ++target) {
+    unsigned a[4];
+    packed_tile(a, strip, target);
+    add(source_gradient, a, base + Memory::C, target);
+  }
+#pragma unroll 1
+  for (int source = 0; source <= strip; ++source) {
+    unsigned tile[4];
+    packed_tile(tile, source, strip);
+    const unsigned a[4] = {transposed_tile(tile[0]), transposed_tile(tile[2]), transposed_tile(tile[1]),
+                           transposed_tile(tile[3])};
+    add(target_gradient, a, base + Memory::B, source);
+  }
+  const size_t stride = size_t(groups) * N, of_group = ((size_t(row) * seq + chunk * TOKENS) * groups + group) * N;
+  const int tokens = min(TOKENS, seq - chunk * TOKENS);
+  if constexpr (Clustered) {
+    __syncthreads();  // what the sums overwrite was read
+    put_sums<N>(source_gradient, reinterpret_cast<float*>(memory), upper, lower);
+    put_sums<N>(target_gradient, reinterpret_cast<float*>(memory + SUM_BYTES<N>), upper, lower);
+    cluster_barrier();
+    store_sums<T, N, TOKEN_THREADS>(base, head_blocks, head_block, threadIdx.x, dB + of_group, stride, tokens);
+    store_sums<T, N, TOKEN_THREADS>(base + SUM_BYTES<N>, head_blocks, head_block, threadIdx.x, dC + of_group, stride,
+                                    tokens);
+    cluster_barrier();  // as long as they are read, the block must not end
+  } else {
+    T *to_source = dB + of_group + upper * stride, *to_target = dC + of_group + upper * stride;
+    store_rows<T, N>(source_gradient, to_source, to_source + 8 * stride, upper < tokens, lower < tokens);
+    store_rows<T, N>(target_gradient, to_target, to_target + 8 * stride, upper < tokens, lower < tokens);
+  }
+}

@@ -1,0 +1,1093 @@
+// All gradients that one chunk of a Mamba-3 scan gives, on Hopper: products by wgmma, from tiles in shared memory.
+//
+// Notation of a chunk, a the running sum of adt in it, s the state before it, T the adjoint of the state after it,
+// f = gamma + delta of the next token:
+//
+//   M = Q K' w,  dM = dO V' w,  w_ij = exp(a_i - a_j) f_j for an earlier token j, gamma_i for the same one
+//   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
+//
+// A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
+// registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
+// the third the next head's values, then the output and what depends on it; the fourth the next head's queries
+// and keys, and the end of the sums of the head before.
+
+#include "mamba3_backward_tiles.cuh"
+
+namespace jax_ssd {
+
+struct ChunkArrays {
+  const bf16 *q, *k, *v, *z, *dy;
+  const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *D, *gamma, *f, *decay;
+  const bf16 *states, *adjoints;
+  const float *d_final_angle, *d_final_k, *d_final_v;
+  float *angles, *d_adt, *d_f, *d_gamma;
+  bf16 *d_v, *d_z, *d_q, *d_k;
+  float *q_sums, *k_sums;
+  bf16* records;
+  int batch, seq, parts;
+};
+
+template <class C>
+struct ChunkMemory {
+  // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
+  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN + 8;
+  static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
+  static constexpr int kKinds = !kOutput ? 0 : C::kWeighted ? 3 : 2;
+  // Tiles of an input, twice.
+  static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kInput = 6 * kPanel;
+  static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
+                       kAdjointM = kM + kPanel;
+  // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
+  static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
+                       kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
+                       kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
+                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
+  static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
+                       kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
+      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
+      kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
+                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 80;
+
+  char* base;
+  // Barriers.
+  __device__ unsigned full(int buffer) const { return at(kBarriers + 8 * buffer); }
+  __device__ unsigned empty(int buffer) const { return at(kBarriers + 16 + 8 * buffer); }
+  __device__ unsigned state_here() const { return at(kBarriers + 32); }
+  __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
+  __device__ unsigned products_here() const { return at(kBarriers + 48); }
+  __device__ unsigned phases_here() const { return at(kBarriers + 56); }
+  __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
+  __device__ unsigned state_free() const { return at(kBarriers + 72); }
+
+  __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
+  template <typename T>
+  __device__ T* table(int buffer, int offset) const {
+    return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
+  }
+  __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
+  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of
+  // four warps; <T, s> and dO . V, of four warps.
+  __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
+};
+
+enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
+enum Sums { kAlong, kSame, kRead, kWritten, kDown, kCarried = 8 };
+
+// Where a block is.
+template <class C>
+struct ChunkPlace {
+  int b, chunk, chunks, group, part, t0, last, head, heads;  // last: token in the chunk; from that head on, so many
+  long long token;                                           // the chunk's first, of all rows
+
+  __device__ ChunkPlace(const ChunkArrays& in) {
+    int index = blockIdx.x;
+    part = index % in.parts, index /= in.parts;
+    group = index % C::kGroups, index /= C::kGroups;
+    chunks = (in.seq + C::kTokens - 1) / C::kTokens;
+    chunk = index % chunks, b = index / chunks;
+    t0 = chunk * C::kTokens;
+    last = min(C::kTokens, in.seq - t0) - 1;
+    token = (long long)b * in.seq + t0;
+    const int each = (C::kGroupHeads + in.parts - 1) / in.parts;
+    head = group * C::kGroupHeads + min(part * each, C::kGroupHeads);
+    heads = min(each, (group + 1) * C::kGroupHeads - head);
+  }
+  // Where `size` elements of a token and head begin: a long long, and what is an int inside a chunk.
+  __device__ long long token_head(int c, int h, int size) const {
+    return token * (C::kHeads * size) + (c * C::kHeads + h) * size;
+  }
+  __device__ long long head_token(const ChunkArrays& in, int h) const {
+    return ((long long)b * C::kHeads + h) * in.seq + t0;
+  }
+  __device__ long long q_at(int c, int r) const {
+    return token * (C::kRank * C::kGroups * C::kN) + ((c * C::kRank + r) * C::kGroups + group) * C::kN;
+  }
+  __device__ long long param(int h) const { return (long long)C::param_row(b) * C::kHeads + h; }
+  __device__ long long state(int h) const {
+    return (((long long)b * C::kHeads + h) * chunks + chunk) * (C::kN * C::kP);
+  }
+  __device__ bf16* record(const ChunkArrays& in, int h) const {
+    return in.records + (((long long)b * chunks + chunk) * C::kHeads + h) * C::kRecord;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The fourth warpgroup.
+
+constexpr int kTeam = 128;  // threads of a warpgroup
+
+// A head's weights of rows, by one warp.
+template <class C>
+__device__ __forceinline__ void stage_rows(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                           const ChunkMemory<C>& memory, int h, int buffer) {
+  const long long head = place.head_token(in, h);
+  const float total = in.decay[head + place.last];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = threadIdx.x % 32 + 32 * i, c = row / C::kRank;
+    const bool there = c <= place.last;
+    const float a = there ? in.decay[head + c] : total, weight = there ? in.f[head + c] : 0.0f;
+    memory.rows(buffer, kDecay)[row] = a;
+    memory.rows(buffer, kF)[row] = weight;
+    memory.rows(buffer, kGamma)[row] = there ? in.gamma[head + c] : 0.0f;
+    memory.rows(buffer, kIn)[row] = exp2_fast(a);
+    memory.rows(buffer, kOut)[row] = weight * exp2_fast(total - a);
+    memory.rows(buffer, kLeft)[row] = exp2_fast(total - a);
+  }
+}
+
+// Where a warpgroup's thread finds phases: four pairs of token `token(i)`.
+template <class C>
+struct TurnUnits {
+  static constexpr int kUnits = C::kPairs / 4, kEach = (C::kTokens * kUnits + kTeam - 1) / kTeam;
+  static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
+  uint4 phases[kEach];
+
+  static __device__ __forceinline__ int token(int i) { return (threadIdx.x % kTeam + i * kTeam) / kUnits; }
+  static __device__ __forceinline__ int pair(int i) { return (threadIdx.x % kTeam + i * kTeam) % kUnits * 4; }
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs) + pair(i);
+      phases[i] = *reinterpret_cast<const uint4*>(in.angles + at);
+    }
+  }
+  // As cosines and sines [token][pair] in 16 bits.
+  __device__ __forceinline__ void store(unsigned* turns) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (!kWhole && token(i) >= C::kTokens) continue;
+      const unsigned phase[4] = {phases[i].x, phases[i].y, phases[i].z, phases[i].w};
+      unsigned words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float sine, cosine;
+        sincos_of_phase_fast(phase[e], sine, cosine);
+        words[e] = Pair<__half>::of(cosine, sine);
+      }
+      *reinterpret_cast<uint4*>(turns + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+};
+
+// Eight columns of a token's v, dy and z; zeros if there is no such token.
+template <class C>
+struct ValueUnit {
+  uint4 v, dy, z;
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int c) {
+    v = dy = z = make_uint4(0, 0, 0, 0);
+    if (c > place.last) return;
+    const long long at = place.token_head(c, h, C::kP) + threadIdx.x % 8 * 8;
+    v = read_once(in.v + at);
+    dy = read_once(in.dy + at);
+    if constexpr (C::kGate) z = read_once(in.z + at);
+  }
+};
+
+// Lines that a later head will be loaded from.
+template <class C>
+__device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+#pragma unroll
+  for (int i = threadIdx.x % kTeam; i < 4 * C::kTokens; i += kTeam) {
+    const int which = i / C::kTokens, c = min(i % C::kTokens, place.last);
+    if (which == 0) want(in.angles + place.token_head(c, h, C::kPairs));
+    if (which == 1) want(in.v + place.token_head(c, h, C::kP));
+    if (which == 2) want(in.dy + place.token_head(c, h, C::kP));
+    if (which == 3 && C::kGate) want(in.z + place.token_head(c, h, C::kP));
+  }
+}
+
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
+// head. By the output's warpgroup, which would only wait for M otherwise.
+template <class C>
+__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                             const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8, h = place.head + i, buffer = i % 2;
+  ValueUnit<C> next;
+  next.load(in, place, h, first);
+  if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+  if constexpr (C::kWeighted) {
+    constexpr int kEach = C::kRank * C::kP / 4;
+#pragma unroll
+    for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
+      const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
+      const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
+      *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
+                                 (which * C::kRank + r) * Memory::kWidePitch + column) =
+          __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + column));
+    }
+    named_barrier(4, kTeam);
+  }
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + p;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+#pragma unroll 1
+  for (int c = first; c < C::kTokens; c += kTeam / 8) {
+    const ValueUnit<C> own = next;
+    if (c + kTeam / 8 < C::kTokens) next.load(in, place, h, c + kTeam / 8);
+    if constexpr (Memory::kOutput) {
+      bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + p;
+      *reinterpret_cast<uint4*>(raw) = own.dy;
+      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = own.z;
+      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = own.v;
+    }
+    float value[8], up[8], gate[8];
+    unpack8(own.v, value), unpack8(own.dy, up), unpack8(own.z, gate);
+#pragma unroll 1
+    for (int r = 0; r < C::kRank; ++r) {
+      float x[8], y[8];
+#pragma unroll
+      for (int e = 0; e < 8; e += 4) {
+        float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
+        if constexpr (C::kWeighted) {
+          const float* from = weights + r * Memory::kWidePitch + e;
+          weight_v = *reinterpret_cast<const float4*>(from);
+          weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
+          weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
+        }
+        const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
+                    own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
+                    own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[e + i] = value[e + i] * own_v[i];
+          y[e + i] = up[e + i] * own_o[i];
+          if constexpr (C::kGate) {
+            y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
+          }
+        }
+      }
+      const unsigned to = swizzled(c * C::kRank + r, piece);
+      *reinterpret_cast<uint4*>(values + to) = pack8(x);
+      *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
+    }
+  }
+  fence_async_proxy();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
+}
+
+// Rows of Q and K, which a thread copies to where it will bias and turn them. It keeps its columns and its rank, its
+// rows are eight apart; a warp has columns that turn, or none. Beyond the last token it is that token's again: what
+// these rows meet is zero.
+template <class C>
+struct KeyRows {
+  static constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
+  int unit, first;
+  char* to;
+  float q_bias[8], k_bias[8];
+
+  __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
+    const int thread = threadIdx.x % kTeam;
+    unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
+    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
+         swizzled(first, unit % 8);
+  }
+
+  __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
+    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
+    int c = first / C::kRank;
+    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    const bf16 *q = in.q + at, *k = in.k + at;
+    unsigned row = shared_address(to);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      copy_unit(row, q);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
+      row += 1024, c += kNext;
+      if (c <= place.last) q += kStride, k += kStride;
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+    const long long bias = (place.param(h) * C::kRank + first % C::kRank) * C::kN;
+    load_bias<C>(in.q_bias + bias, unit, q_bias);
+    load_bias<C>(in.k_bias + bias, unit, k_bias);
+  }
+
+  template <bool Turning>
+  __device__ __forceinline__ void finish(const unsigned* turns) const {
+    using Memory = ChunkMemory<C>;
+    turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    char* row = to;
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      float x[8], y[8];
+      unpack8(copied(row), x), unpack8(copied(row + Memory::kK - Memory::kQ), y);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
+      if constexpr (Turning) {
+        uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+        if (C::kPairs % 32 == 0 || unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns);
+        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
+          rotate(x[2 * e], x[2 * e + 1], sine, cosine);
+          rotate(y[2 * e], y[2 * e + 1], sine, cosine);
+        }
+      }
+      *reinterpret_cast<uint4*>(row) = pack8(x);
+      *reinterpret_cast<uint4*>(row + Memory::kK - Memory::kQ) = pack8(y);
+      row += 1024, turns += kNext * Memory::kTurnPitch;
+    }
+  }
+
+ private:
+  // Eight columns; where rotated pairs are half a row apart, four of each half.
+  static __device__ __forceinline__ void copy_unit(unsigned to, const bf16* from) {
+    if constexpr (C::kHalf) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + 8), "l"(from + C::kN / 2) : "memory");
+    } else {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    }
+  }
+  static __device__ __forceinline__ uint4 copied(const char* row) {
+    const uint4 x = *reinterpret_cast<const uint4*>(row);
+    if constexpr (!C::kHalf) return x;
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  }
+};
+
+// Decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows.
+template <class C>
+__device__ __forceinline__ void finish_sums(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int h, int buffer) {
+  const int lane = threadIdx.x % 32;
+  const long long head = place.head_token(in, h);
+  const auto row_of = [&](int which, int row) { return memory.rows(buffer, which)[row]; };
+  const auto sum_of = [&](int which, int row) { return memory.sums(buffer, which)[row]; };
+  float e[2], weight[2], diagonal[2], ends = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const float below = sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
+    const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
+    e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+    weight[i] = below + row_of(kLeft, row) * out;
+    diagonal[i] = sum_of(kSame, row);
+    ends += leaving;
+  }
+  const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
+  const float carried = others[0] + others[1] + (others[2] + others[3]);
+  ends = warp_sum(ends) + exp2_fast(row_of(kDecay, C::kRows - 1)) * carried;
+  if (C::kSkip && lane == 0) {
+    place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
+  }
+  float suffix = e[0] + e[1];
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float other = __shfl_down_sync(0xffffffff, suffix, offset);
+    if (lane + offset < 32) suffix += other;
+  }
+  if constexpr (C::kRank == 1) {
+    const float after = __shfl_down_sync(0xffffffff, suffix, 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = 2 * lane + i;
+      if (c > place.last) continue;
+      in.d_adt[head + c] = (i == 0 ? suffix : e[1] + (lane == 31 ? 0.0f : after)) + ends;
+      in.d_f[head + c] = weight[i];
+      in.d_gamma[head + c] = diagonal[i];
+    }
+  } else {
+    float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
+#pragma unroll
+    for (int offset = 1; offset < C::kRank / 2; offset *= 2) {
+      sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
+      sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
+    }
+    const int c = 2 * lane / C::kRank;
+    if (2 * lane % C::kRank == 0 && c <= place.last) {
+      in.d_adt[head + c] = suffix + ends;
+      in.d_f[head + c] = sum_f;
+      in.d_gamma[head + c] = sum_gamma;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                              const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = 0; i < place.heads + 2; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    TurnUnits<C> turning;
+    if (i < place.heads) turning.load(in, place, h);
+    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    KeyRows<C> rows(memory, buffer);
+    if (i < place.heads) rows.copy(in, place);
+    if (i >= 2) {
+      if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
+      __syncwarp();
+    }
+    if (i >= place.heads) continue;
+    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
+    turning.store(turns);
+    rows.load_biases(in, place, h);
+    if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
+    named_barrier(1, kTeam);
+    if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
+    if (warp / 2 * 8 < C::kPairs / 4) {
+      rows.template finish<true>(turns);
+    } else {
+      rows.template finish<false>(turns);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.full(buffer));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What both sides do with dQ or dK: turn it back, and what the phases, the biases and the group get of it.
+
+// Sums [rank][kWidth] over the four warps of a side into a record, rounded: they are summed over many chunks.
+template <class C, int kWidth, int kPitch>
+__device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
+  constexpr int kNext = C::kRank * kPitch, kPairsOfAll = C::kRank * kWidth / 2;
+#pragma unroll
+  for (int i = 0; i < (kPairsOfAll + kTeam - 1) / kTeam; ++i) {
+    const int at = 2 * (threadIdx.x % kTeam + i * kTeam), from = at / kWidth * kPitch + at % kWidth;
+    if (at >= 2 * kPairsOfAll) continue;
+    float2 x[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) x[w] = *reinterpret_cast<const float2*>(slots + from + w * kNext);
+    *reinterpret_cast<unsigned*>(to + at) =
+        Pairs16::of(x[0].x + x[1].x + (x[2].x + x[3].x), x[0].y + x[1].y + (x[2].y + x[3].y));
+  }
+}
+
+// tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
+template <class C>
+__device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
+                                          const char* tile, const unsigned* turns, float* bias) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const char* from = tile + row * 128 + lane % 4 * 4;
+  const unsigned* cosines = turns + row / C::kRank * Memory::kTurnPitch + lane % 4;
+  float sums[32];
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
+    if (j < kTurned) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = own[2 * half], y = own[2 * half + 1];
+        const float2 was = unpack2(
+            *reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 + ((j % 8) ^ (lane / 4)) * 16));
+        const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
+        const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
+        turn[half * kTurned + j] = y * was.x - x * was.y;
+        own[2 * half] = x * cosine + y * sine;
+        own[2 * half + 1] = y * cosine - x * sine;
+      }
+    }
+    sums[2 * j] = own[0] + own[2];
+    sums[2 * j + 1] = own[1] + own[3];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
+  }
+  share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
+  share_sums<32, 16, 4 * C::kRank>(sums);
+  constexpr int kOwn = 4 * C::kRank;  // of the sums
+  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
+              lane / (4 * C::kRank) * (kOwn / 2) * 8;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
+}
+
+// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
+// pair pair + 4 * (i % kTurned).
+template <class C>
+struct OwnTurns {
+  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  int token, pair;
+
+  __device__ __forceinline__ OwnTurns() {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
+    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
+    pair = rank % kParts * kOwn * 4 + lane % 4;
+  }
+  // Tokens and pairs beyond the lane's first.
+  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
+  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
+};
+
+// The group's sums: the gradient of q or k, or a part of it, in the order of tiles.
+template <class C>
+__device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPlace<C>& place, bf16* gradient,
+                                            float* parts, const float (&group)[64]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  parts += (long long)place.part * in.batch * in.seq * C::kRank * C::kGroups * C::kN;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int c = (row + 8 * half) / C::kRank;
+    if (c > place.last) continue;
+    const long long at = place.q_at(c, row % C::kRank);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int n = lane % 4 * 2 + 8 * j;
+      const float x = group[4 * j + 2 * half], y = group[4 * j + 2 * half + 1];
+      if (in.parts > 1) {
+        *reinterpret_cast<float2*>(parts + at + n) = make_float2(x, y);
+      } else if (C::kHalf) {
+        gradient[at + C::column(n)] = __float2bfloat16_rn(x);
+        gradient[at + C::column(n + 1)] = __float2bfloat16_rn(y);
+      } else {
+        *reinterpret_cast<unsigned*>(gradient + at + n) = Pairs16::of(x, y);
+      }
+    }
+  }
+}
+
+// Multiplies the rows of accumulators.
+template <int Size>
+__device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  const float low = rows[row], high = rows[row + 8];
+#pragma unroll
+  for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
+}
+
+// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
+__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
+  const int lane = threadIdx.x % 32;
+  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
+}
+
+// Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
+// the element.
+struct RowDots {
+  float low[4], high[4];
+
+  __device__ __forceinline__ RowDots() : low{}, high{} {}
+  __device__ __forceinline__ void add(const unsigned (&rows)[4], unsigned others) {
+    unsigned b[4];
+    load_tiles(b, others);
+    multiply(low, rows, b[0], b[2], bf16());
+    multiply(high, rows, b[1], b[3], bf16());
+  }
+  // Whether the lane has rows lane / 4 and lane / 4 + 8.
+  static __device__ __forceinline__ bool here() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
+  __device__ __forceinline__ float first() const { return threadIdx.x & 4 ? low[1] : low[0]; }
+  __device__ __forceinline__ float second() const { return threadIdx.x & 4 ? high[3] : high[2]; }
+  __device__ __forceinline__ float sum() const { return warp_sum(here() ? first() + second() : 0.0f); }
+};
+
+// Of the rows of two tiles of 16 * Steps columns.
+template <int Steps>
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other) {
+  RowDots dots;
+#pragma unroll
+  for (int k = 0; k < Steps; ++k) {
+    unsigned rows[4];
+    load_tiles(rows, fragment_at(tile, k));
+    dots.add(rows, fragment_at(other, k));
+  }
+  return dots;
+}
+
+// Row sums of d, rounded, times a panel.
+__device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel, float* to) {
+  RowDots dots;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    unsigned rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = Pairs16::of(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
+    dots.add(rows, fragment_at(panel, k));
+  }
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  if (RowDots::here()) to[row] = dots.first(), to[row + 8] = dots.second();
+}
+
+// Eight values of each lane, [column of accumulators][half of the rows][2], summed over the ranks, to rows of tokens.
+// to: at the token of the lane's first row and its first column; rest: tokens after that one that there are.
+template <class C>
+__device__ __forceinline__ void store_folded(bf16* to, float (&x)[8], int rest) {
+  share_sums<8, 2 * C::kRank, 4>(x);
+  constexpr int kOwn = 8 / C::kRank;
+  const int rank = threadIdx.x % 32 / 4 % C::kRank;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) {
+    const int at = (rank * kOwn + i) / 2, later = at % 2 * 8 / C::kRank;
+    if (later <= rest) {
+      *reinterpret_cast<unsigned*>(to + (long long)later * C::kHeads * C::kP + at / 2 * 8) =
+          Pairs16::of(x[i], x[i + 1]);
+    }
+  }
+}
+
+// Sixteen values of each lane, [column of accumulators][2], summed over tokens, to [rank][p].
+template <class C>
+__device__ __forceinline__ void store_rank_sums(float* to, float (&x)[16]) {
+  share_sums<16, 16, 4 * C::kRank>(x);
+  constexpr int kOwn = 2 * C::kRank;
+  const int lane = threadIdx.x % 32;
+  to += (threadIdx.x / 32 % 4 * C::kRank + lane / 4 % C::kRank) * ChunkMemory<C>::kWidePitch + lane % 4 * 2 +
+        lane / (4 * C::kRank) * (kOwn / 2) * 8;
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(x[i], x[i + 1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The query side.
+
+// M and dM from QK' and dO V', and the sums of their elements.
+template <class C>
+__device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const ChunkMemory<C>& memory, int buffer) {
+  constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
+  const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
+  const int token = row / C::kRank - lane % 4 * 2 / C::kRank;  // that of the row, less the offset of the columns'
+  float along[2] = {}, same[2] = {}, down[16] = {};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 a_j = *reinterpret_cast<const float2*>(decay + 8 * j + lane % 4 * 2),
+                 f_j = *reinterpret_cast<const float2*>(f + 8 * j + lane % 4 * 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float decayed, diagonal;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (e % kEach == 0) {
+          const int before = token + (8 * half - 8 * j) / C::kRank - e;
+          decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
+          diagonal = before == 0 ? 1.0f : 0.0f;
+        }
+        float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
+        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+        down[2 * j + e] += product * decayed;
+        along[half] += product * earlier;
+        same[half] += product * diagonal;
+        x *= w;
+        y *= w;
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
+    if (lane % 4 == 0) {
+      memory.sums(buffer, kAlong)[row + 8 * half] = sum;
+      memory.sums(buffer, kSame)[row + 8 * half] = sum_same;
+    }
+  }
+  share_sums<16, 16, 4>(down);
+  *reinterpret_cast<float2*>(memory.sums(buffer, kDown) + warp * C::kRows + lane / 4 * 8 + lane % 4 * 2) =
+      make_float2(down[0], down[1]);
+}
+
+// What depends on the output o.
+template <class C>
+__device__ __forceinline__ void output_gradients(const float (&o)[32], const ChunkArrays& in,
+                                                 const ChunkPlace<C>& place, const ChunkMemory<C>& memory, int h,
+                                                 int buffer) {
+  using Memory = ChunkMemory<C>;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+  const int c = row / C::kRank, lane_column = lane % 4 * 2;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
+  const float* weights =
+      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
+  float d_fold[16], d_spread[16], d_gate[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
+    if constexpr (C::kWeighted) {
+      const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
+                   z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+      fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
+    }
+    float sum_fold[2] = {}, sum_spread[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bf16* own = raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j;
+      const unsigned raw_up = *reinterpret_cast<const unsigned*>(own);
+      unsigned raw_z = 0;
+      if constexpr (C::kGate) raw_z = *reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch);
+      const float2 ups = unpack2(raw_up), gates = unpack2(raw_z);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
+        if constexpr (C::kGate) {
+          const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
+          const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
+          const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
+          sum_fold[e] += up * silu;
+          sum_spread[e] += dx * z;
+          d_gate[j % 2 * 4 + 2 * half + e] = dx * (fold[e] * spread[e]);
+        } else {
+          sum_fold[e] += up;
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
+    if (C::kGate && j % 2) store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+  }
+  if constexpr (C::kWeighted) {
+    float* folds = reinterpret_cast<float*>(memory.base + Memory::kFolds);
+    store_rank_sums<C>(folds + 4 * C::kRank * Memory::kWidePitch, d_fold);
+    store_rank_sums<C>(folds + 8 * C::kRank * Memory::kWidePitch, d_spread);
+  }
+}
+
+// What the phases of the i-th head get of both sides, once the key side has ended that head, and with it the use of M.
+// The query side is by then at the next head: its own part waits in its slots.
+template <class C>
+__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int h = place.head + i;
+  const OwnTurns<C> own;
+  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
+  const float* others =
+      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
+  barrier_wait(memory.phases_here(), i & 1);
+#pragma unroll
+  for (int j = 0; j < own.kOwn; ++j) {
+    const int c = own.token + own.later(j);
+    if (c > place.last) continue;
+    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
+    }
+    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                           const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam;
+  const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
+  const auto ask = [&](int h) {
+    barrier_expect(memory.state_here(), 2 * kPanel);
+    copy_line_in(state, in.states + place.state(h), 2 * kPanel, memory.state_here());
+    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
+  };
+  if (thread == 0) ask(place.head);
+  float* slots = reinterpret_cast<float*>(memory.base + Memory::kSlots) + thread;
+  float group[64] = {};
+#pragma unroll 1
+  for (int i = 0; i < place.heads; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
+                   v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    {
+      float qk[32], ov[32];
+      wgmma_fence();
+      multiply_tiles<64, 8, false, false>(qk, q, k, false);
+      multiply_tiles<64, 4, false, false>(ov, adjoint, v, false);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(qk), pin(ov);
+      weigh<C>(qk, ov, memory, buffer);
+      if (i > 0) {
+        store_turns<C>(in, place, memory, i - 1);
+        barrier_wait(memory.outputs_done(), (i - 1) & 1);
+      }
+      store_panel(m, qk);
+      store_panel(adjoint_m, ov);
+    }
+    if constexpr (C::kSkip) {  // on the diagonal of M
+      __syncwarp();
+      if (thread % 32 < 16) {
+        const int row = thread / 32 * 16 + thread % 32;
+        bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
+        *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
+      }
+    }
+    fence_async_proxy();
+    named_barrier(2, kTeam);
+    if (thread == 0) barrier_arrive(memory.products_here());
+    barrier_wait(memory.state_here(), i & 1);
+    float d[64];
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    if (thread % 32 == 0) barrier_arrive(memory.state_free());
+    scale_rows(d, memory.rows(buffer, kIn));
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    float turn[C::kPairs / 2];
+    turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
+                 memory.template table<unsigned>(buffer, Memory::kTurns),
+                 reinterpret_cast<float*>(memory.base + Memory::kBias));
+#pragma unroll
+    for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
+    named_barrier(2, kTeam);
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(memory.state_free(), i & 1);
+      ask(h + 1);
+    }
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
+                                               place.record(in, h) + C::kQBiasAt);
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
+  if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
+  store_group<C>(in, place, in.d_q, in.q_sums, group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The output.
+
+template <class C>
+__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam;
+#pragma unroll 1
+  for (int i = -1; i < place.heads; ++i) {
+    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
+    if (i < 0) continue;
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
+                   adjoint = q + Memory::kAdjoint - Memory::kQ;
+    float o[32];
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    barrier_wait(memory.state_here(), i & 1);
+    wgmma_fence();
+    multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    if (thread % 32 == 0) barrier_arrive(memory.state_free());
+    store_dots(o, adjoint, memory.sums(buffer, kRead));
+    if constexpr (Memory::kOutput) {
+      scale_rows(o, memory.rows(buffer, kIn));
+      barrier_wait(memory.products_here(), i & 1);
+      wgmma_fence();
+      multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(o);
+      output_gradients<C>(o, in, place, memory, h, buffer);
+    }
+    named_barrier(4, kTeam);
+    if (thread == 0) barrier_arrive(memory.outputs_done());
+    if constexpr (C::kWeighted) {
+      bf16* record = place.record(in, h);
+      const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
+      named_barrier(4, kTeam);
+    }
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The key side.
+
+// d: dV.
+template <class C>
+__device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                const ChunkMemory<C>& memory, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+  const int c = row / C::kRank, lane_column = lane % 4 * 2;
+  const bf16* raw =
+      memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch + lane_column;
+  const float* weights =
+      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
+  bf16* d_v = in.d_v + place.token_head(c, h, C::kP) + lane_column;
+  float d_spread[16], d_value[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float2 spread = make_float2(1.0f, 1.0f), sum = make_float2(0.0f, 0.0f);
+    if constexpr (C::kWeighted) spread = *reinterpret_cast<const float2*>(weights + 8 * j);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      if constexpr (C::kWeighted) {
+        const float2 v =
+            unpack2(*reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
+        sum.x += dx.x * v.x, sum.y += dx.y * v.y;
+      }
+      float2 own = make_float2(dx.x * spread.x, dx.y * spread.y);
+      if (C::kFinal && rank == 0 && place.t0 + c + half * 8 / C::kRank == in.seq - 1) {
+        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + lane_column;
+        own.x += from[0], own.y += from[1];
+      }
+      d_value[j % 2 * 4 + 2 * half] = own.x, d_value[j % 2 * 4 + 2 * half + 1] = own.y;
+    }
+    d_spread[2 * j] = sum.x, d_spread[2 * j + 1] = sum.y;
+    if (j % 2) store_folded<C>(d_v + (j - 1) * 8, d_value, place.last - c);
+  }
+  if constexpr (C::kWeighted) store_rank_sums<C>(reinterpret_cast<float*>(memory.base + Memory::kFolds), d_spread);
+}
+
+template <class C>
+__device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                         const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const unsigned adjoint_state = memory.at(Memory::kStateAdjoint), m = memory.at(Memory::kM),
+                 adjoint_m = memory.at(Memory::kAdjointM);
+  const auto ask = [&](int h) {
+    barrier_expect(memory.adjoint_here(), 2 * kPanel);
+    copy_line_in(adjoint_state, in.adjoints + place.state(h), 2 * kPanel, memory.adjoint_here());
+    if (h + 1 < place.head + place.heads) want(in.adjoints + place.state(h + 1), 2 * kPanel);
+  };
+  if (thread == 0) ask(place.head);
+  float group[64] = {};
+#pragma unroll 1
+  for (int i = 0; i < place.heads; ++i) {
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
+                   v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const char* tiles = memory.base + buffer * Memory::kInput;
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    barrier_wait(memory.adjoint_here(), i & 1);
+    {
+      float dv[32];
+      wgmma_fence();
+      multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
+      wgmma_commit();
+      barrier_wait(memory.state_here(), i & 1);
+      const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
+      const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
+      fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(memory.state_free());
+        memory.sums(buffer, kCarried)[thread / 32] = carried;
+        memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
+      }
+      wgmma_wait<0>();
+      pin(dv);
+      store_dots(dv, v, memory.sums(buffer, kWritten));
+      scale_rows(dv, memory.rows(buffer, kOut));
+      barrier_wait(memory.products_here(), i & 1);
+      wgmma_fence();
+      multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(dv);
+      value_gradients<C>(dv, in, place, memory, h, buffer);
+    }
+    float d[64];
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    fence_async_proxy();  // likewise of the adjoint
+    named_barrier(3, kTeam);
+    if (thread == 0 && i + 1 < place.heads) ask(h + 1);
+    scale_rows(d, memory.rows(buffer, kOut));
+    wgmma_fence();
+    multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    if constexpr (C::kFinal) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (place.t0 + (row + 8 * half) / C::kRank != in.seq - 1) continue;
+        const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + row % C::kRank) * C::kN;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          d[4 * j + 2 * half] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2)];
+          d[4 * j + 2 * half + 1] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2 + 1)];
+        }
+      }
+    }
+    float turn[C::kPairs / 2];
+    float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
+    turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
+    const OwnTurns<C> own;
+    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+#pragma unroll
+    for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
+    named_barrier(3, kTeam);
+    if (thread == 0) barrier_arrive(memory.phases_here());
+    bf16* record = place.record(in, h);
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
+    if constexpr (C::kWeighted) {
+      sum_of_warps<C, C::kP, Memory::kWidePitch>(reinterpret_cast<const float*>(memory.base + Memory::kFolds),
+                                                 record + C::kMimoVAt);
+    }
+    named_barrier(3, kTeam);
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+  }
+  store_group<C>(in, place, in.d_k, in.k_sums, group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class C>
+__global__ void __launch_bounds__(4 * kTeam, 1)
+    mamba3_backward_chunk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
+                          const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
+                          const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
+                          const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
+                          const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v,
+                          bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, bf16* records, int batch,
+                          int seq, int parts) {
+  extern __shared__ __align__(1024) char shared[];
+  const ChunkArrays in{q,         k,      v,       z,     dy,      q_bias, k_bias,   mimo_v,        mimo_o,
+                       mimo_z,    D,      gamma,   f,     decay,   states, adjoints, d_final_angle, d_final_k,
+                       d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,           d_k,
+                       q_sums,    k_sums, records, batch, seq,     parts};
+  const ChunkPlace<C> place(in);
+  const ChunkMemory<C> memory{shared};
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      barrier_init(memory.full(buffer), 8);    // warps that prepare
+      barrier_init(memory.empty(buffer), 12);  // warps that use
+    }
+    barrier_init(memory.state_here(), 1);
+    barrier_init(memory.adjoint_here(), 1);
+    barrier_init(memory.products_here(), 1);
+    barrier_init(memory.phases_here(), 1);
+    barrier_init(memory.outputs_done(), 1);
+    barrier_init(memory.state_free(), 12);
+    fence_barrier_init();
+  }
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  __syncthreads();
+  const int team = uniform(threadIdx.x / kTeam);
+  if (team == 0) {
+    take_registers<176>();
+    query_side<C>(in, place, memory);
+  } else if (team == 1) {
+    take_registers<176>();
+    key_side<C>(in, place, memory);
+  } else if (team == 2) {
+    give_registers<88>();
+    output_side<C>(in, place, memory);
+  } else {
+    give_registers<72>();
+    prepare_heads<C>(in, place, memory);
+  }
+}
+
+}  // namespace jax_ssd

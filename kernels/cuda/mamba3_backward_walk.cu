@@ -1,0 +1,311 @@
+// States before each chunk of a Mamba-3 scan, walking forward, and adjoints of the states after it, walking backward,
+// on Hopper. A block walks along a segment of one head in one direction, the state in registers:
+//
+//   s <- exp(a_last) s + V' diag(f exp(a_last - a)) K        T <- exp(a_last) T + dO' diag(exp(a)) Q
+//
+// With more than one segment, every segment is first walked from zeros to its end; `mamba3_backward_starts` makes from
+// the ends what the segments begin with.
+
+#include "mamba3_backward_tiles.cuh"
+
+namespace jax_ssd {
+
+constexpr int kWalkThreads = 256;
+
+struct WalkArrays {
+  const bf16 *q, *k, *v, *z, *dy;
+  const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *f, *decay;
+  const unsigned* phases;
+  const float *dt, *trap, *state_ssm, *state_k, *state_v, *d_final;
+  bf16 *states, *adjoints;
+  float *d_state_ssm, *ends;
+  int batch, seq, segments, segment_chunks;
+};
+
+template <class C>
+struct WalkMemory {
+  static constexpr int kKeys = 0, kValues = kKeys + 4 * kPanel, kOut = kValues + 2 * kPanel, kBias = kOut + 4 * kPanel,
+                       kWeights = kBias + C::kRank * C::kN * 4,
+                       kBytes = kWeights + (C::kWeighted ? 2 * C::kRank * C::kP * 4 : 0);
+};
+
+// What a walk begins with at an end of the row: an element of the initial state, with the half step that is owed to its
+// last key, or of the final state's cotangent.
+template <class C>
+__device__ __forceinline__ float outer_state(const WalkArrays& in, bool backward, int b, int h, int p, int n) {
+  const long long head = (long long)b * C::kHeads + h, at = (head * C::kP + p) * C::kN + C::column(n);
+  if (backward) return C::kFinal ? in.d_final[at] : 0.0f;
+  if constexpr (!C::kState) return 0.0f;
+  const float pending = in.dt[head * in.seq] / (1.0f + expf(in.trap[head * in.seq]));
+  const float* weights = in.mimo_v + ((long long)C::param_row(b) * C::kHeads + h) * C::kRank * C::kP;
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < C::kRank; ++r) {
+    sum += in.state_k[(head * C::kRank + r) * C::kN + C::column(n)] * (C::kWeighted ? weights[r * C::kP + p] : 1.0f);
+  }
+  return in.state_ssm[at] + pending * in.state_v[head * C::kP + p] * sum;
+}
+
+template <class C, bool Backward>
+struct Walker {
+  using Memory = WalkMemory<C>;
+  static constexpr int kKeyTokens = C::kTokens / 16;  // of a thread, with all ranks
+  // A thread has two rows of values, of one token if there are ranks enough, else of two tokens.
+  static constexpr bool kOneToken = C::kRank > 1;
+  static constexpr int kValueTokens = kOneToken ? 1 : 2;
+
+  const WalkArrays& in;
+  char* memory;
+  int b, h;
+  int unit;  // eight columns of keys, the thread's: a warp has columns that turn, or none
+  // Where the thread's columns of token 0 are.
+  const bf16 *key, *value, *gate;
+  const unsigned* phase;
+  const float *decay, *f;
+
+  __device__ Walker(const WalkArrays& arrays, char* shared, int row, int head)
+      : in(arrays), memory(shared), b(row), h(head), unit(uniform(threadIdx.x / 128) * 8 + threadIdx.x % 8) {
+    const long long tokens = (long long)b * in.seq, schedule = ((long long)b * C::kHeads + h) * in.seq;
+    const long long at = (tokens * C::kHeads + h) * C::kP + threadIdx.x % 8 * 8;
+    key = (Backward ? in.q : in.k) + (tokens * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
+    value = (Backward ? in.dy : in.v) + at;
+    gate = in.z + at;
+    phase = in.phases + (tokens * C::kHeads + h) * C::kPairs + 4 * unit;
+    decay = in.decay + schedule, f = in.f + schedule;
+  }
+
+  // What a thread will stage of a chunk.
+  struct Raw {
+    uint4 key[kKeyTokens][C::kRank], phase[kKeyTokens], value[kValueTokens], gate[kValueTokens];
+    float scale[kValueTokens], total;
+  };
+
+  static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
+  static __device__ __forceinline__ int value_row(int i) {
+    return kOneToken ? threadIdx.x / 8 * 2 + i : threadIdx.x / 8 + 32 * i;
+  }
+
+  // Beyond the row's last token it is that token's again, with values of no weight.
+  __device__ __forceinline__ void load(Raw& raw, int chunk) const {
+    const int t0 = chunk * C::kTokens, end = in.seq - 1;
+    raw.total = decay[min(t0 + C::kTokens - 1, end)];
+#pragma unroll
+    for (int i = 0; i < kKeyTokens; ++i) {
+      const long long t = min(t0 + key_token(i), end);
+      const bf16* from = key + t * (C::kRank * C::kGroups * C::kN);
+#pragma unroll
+      for (int r = 0; r < C::kRank; ++r) raw.key[i][r] = load_unit<C>(from + r * (C::kGroups * C::kN), unit);
+      if (unit < C::kPairs / 4) {
+        raw.phase[i] = __ldg(reinterpret_cast<const uint4*>(phase + t * (C::kHeads * C::kPairs)));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kValueTokens; ++i) {
+      const int own = t0 + value_row(i) / C::kRank;
+      const long long t = min(own, end);
+      raw.value[i] = read_once(value + t * (C::kHeads * C::kP));
+      if constexpr (Backward && C::kGate) raw.gate[i] = read_once(gate + t * (C::kHeads * C::kP));
+      const float a = decay[t], scale = Backward ? exp2_fast(a) : f[t] * exp2_fast(raw.total - a);
+      raw.scale[i] = own <= end ? scale : 0.0f;
+    }
+  }
+
+  // Lines that a later chunk will be loaded from; those of keys by the first head of a group, for all of it.
+  __device__ __forceinline__ void want_chunk(int chunk) const {
+    const int t0 = chunk * C::kTokens, end = in.seq - 1, which = threadIdx.x / C::kTokens;
+    if (which < (Backward && C::kGate ? 3 : 2)) {
+      const long long t = min(t0 + static_cast<int>(threadIdx.x) % C::kTokens, end);
+      const void* from = value - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
+      if (which == 1) from = phase - 4 * unit + t * (C::kHeads * C::kPairs);
+      if (which == 2) from = gate - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
+      want(from);
+    }
+    if (h % C::kGroupHeads == 0 && threadIdx.x < 2 * C::kRows) {
+      const int row = threadIdx.x / 2;
+      const long long t = min(t0 + row / C::kRank, end);
+      want(key + (t * C::kRank + row % C::kRank) * (C::kGroups * C::kN) + threadIdx.x % 2 * 64);
+    }
+  }
+
+  __device__ __forceinline__ void stage(const Raw& raw, int buffer) const {
+    const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias) + 8 * unit,
+                *weights = reinterpret_cast<const float*>(memory + Memory::kWeights) + threadIdx.x % 8 * 8;
+    char* keys = memory + Memory::kKeys + buffer * 2 * kPanel + unit / 8 * kPanel;
+#pragma unroll
+    for (int i = 0; i < kKeyTokens; ++i) {
+      float cosine[4], sine[4];
+      const unsigned phases[4] = {raw.phase[i].x, raw.phase[i].y, raw.phase[i].z, raw.phase[i].w};
+      if (unit < C::kPairs / 4) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sincos_of_phase_fast(phases[e], sine[e], cosine[e]);
+      }
+#pragma unroll
+      for (int r = 0; r < C::kRank; ++r) {
+        float x[8], offset[8];
+        unpack8(raw.key[i][r], x);
+        load8(bias + r * C::kN, offset);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] += offset[e];
+        if (unit < C::kPairs / 4) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
+        }
+        *reinterpret_cast<uint4*>(keys + swizzled(key_token(i) * C::kRank + r, threadIdx.x % 8)) = pack8(x);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = value_row(i), own = kOneToken ? 0 : i;
+      float x[8], weight[8];
+      unpack8(raw.value[own], x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[own];
+      if constexpr (C::kWeighted) {
+        load8(weights + row % C::kRank * C::kP, weight);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] *= weight[e];
+      }
+      if constexpr (Backward && C::kGate) {
+        float half[8];
+        unpack8(raw.gate[own], half);
+        if constexpr (C::kWeighted) load8(weights + (C::kRank + row % C::kRank) * C::kP, weight);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] *= silu_of_half(half[e] * (C::kWeighted ? weight[e] : 0.5f));
+      }
+      *reinterpret_cast<uint4*>(memory + Memory::kValues + buffer * kPanel + swizzled(row, threadIdx.x % 8)) = pack8(x);
+    }
+  }
+
+  // ends_only: from zeros, and only the last state is kept.
+  __device__ __forceinline__ void walk(int segment, bool ends_only) const {
+    const int chunks = (in.seq + C::kTokens - 1) / C::kTokens;
+    const int begin = segment * in.segment_chunks, steps = min(in.segment_chunks, chunks - begin);
+    const int thread = threadIdx.x, lane = thread % 32, team = uniform(thread / 128);
+    const int row = thread / 32 % 4 * 16 + lane / 4, column = team * 64 + lane % 4 * 2;
+    const long long head = (long long)b * C::kHeads + h;
+    const long long param = ((long long)C::param_row(b) * C::kHeads + h) * C::kRank;
+    float* end = in.ends +
+                 ((Backward ? (long long)in.batch * C::kHeads + head : head) * in.segments + segment) * (C::kP * C::kN);
+
+    float* bias = reinterpret_cast<float*>(memory + Memory::kBias);
+    for (int i = thread; i < C::kRank * C::kN; i += kWalkThreads) {
+      bias[i] = (Backward ? in.q_bias : in.k_bias)[param * C::kN + i / C::kN * C::kN + C::column(i % C::kN)];
+    }
+    if constexpr (C::kWeighted) {
+      float* weights = reinterpret_cast<float*>(memory + Memory::kWeights);
+      for (int i = thread; i < C::kRank * C::kP; i += kWalkThreads) {
+        weights[i] = (Backward ? in.mimo_o : in.mimo_v)[param * C::kP + i];
+        if constexpr (C::kGate) weights[C::kRank * C::kP + i] = 0.5f * in.mimo_z[param * C::kP + i];
+      }
+    }
+
+    float state[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
+      state[i] = ends_only ? 0.0f : in.segments > 1 ? end[p * C::kN + n] : outer_state<C>(in, Backward, b, h, p, n);
+    }
+    bf16* stored = (Backward ? in.adjoints : in.states) + head * chunks * (C::kP * C::kN);
+    Raw raw;
+    load(raw, Backward ? begin + steps - 1 : begin);
+    __syncthreads();
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const int chunk = Backward ? begin + steps - 1 - step : begin + step, buffer = step % 2;
+      const float keep = exp2_fast(raw.total);
+      const unsigned out = shared_address(memory) + Memory::kOut + buffer * 2 * kPanel;
+      stage(raw, buffer);
+      if (!ends_only) store_panel(out + team * kPanel, state);
+      if (step + 1 < steps) load(raw, Backward ? chunk - 1 : chunk + 1);
+      if (step + 3 < steps) want_chunk(Backward ? chunk - 3 : chunk + 3);
+      fence_async_proxy();
+      if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
+      __syncthreads();
+      if (!ends_only && thread == 0) {
+        copy_line_out(stored + (long long)chunk * (C::kP * C::kN), out, 2 * kPanel);
+        copies_commit();
+      }
+      const unsigned keys = shared_address(memory) + Memory::kKeys + buffer * 2 * kPanel + team * kPanel,
+                     values = shared_address(memory) + Memory::kValues + buffer * kPanel;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) state[i] *= keep;
+      wgmma_fence();
+      multiply_tiles<64, 4, true, true>(state, values, keys, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(state);
+    }
+    if (ends_only) {
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
+        *reinterpret_cast<float2*>(end + p * C::kN + n) = make_float2(state[i], state[i + 1]);
+      }
+    } else if (C::kState && Backward && segment == 0) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
+        in.d_state_ssm[(head * C::kP + p) * C::kN + C::column(n)] = state[i];
+      }
+    }
+    if (thread == 0) copies_wait<0>();
+  }
+};
+
+// Blocks: (head of a row of the batch, segment, direction).
+template <class C, bool EndsOnly>
+__global__ void __launch_bounds__(kWalkThreads, 2)
+    mamba3_backward_walk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
+                         const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
+                         const float* mimo_z, const float* f, const float* decay, const unsigned* phases,
+                         const float* dt, const float* trap, const float* state_ssm, const float* state_k,
+                         const float* state_v, const float* d_final, bf16* states, bf16* adjoints, float* d_state_ssm,
+                         float* ends, int batch, int seq, int segments, int segment_chunks) {
+  extern __shared__ __align__(1024) char shared[];
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  const WalkArrays in{q,       k,      v,        z,           dy,   q_bias, k_bias,    mimo_v,   mimo_o,
+                      mimo_z,  f,      decay,    phases,      dt,   trap,   state_ssm, state_k,  state_v,
+                      d_final, states, adjoints, d_state_ssm, ends, batch,  seq,       segments, segment_chunks};
+  const int h = blockIdx.x % C::kHeads, b = blockIdx.x / C::kHeads, segment = blockIdx.y;
+  if (blockIdx.z == 0) {
+    if (EndsOnly && segment == segments - 1) return;  // nothing follows
+    Walker<C, false>(in, shared, b, h).walk(segment, EndsOnly);
+  } else {
+    if (EndsOnly && segment == 0) return;
+    Walker<C, true>(in, shared, b, h).walk(segment, EndsOnly);
+  }
+}
+
+// From the ends of the segments, each walked from zeros, to what the segments begin with, in their place. Blocks: (part
+// of the state, head of a row, direction), a thread an element.
+template <class C>
+__global__ void __launch_bounds__(kWalkThreads)
+    mamba3_backward_starts(const float* decay, const float* mimo_v, const float* dt, const float* trap,
+                           const float* state_ssm, const float* state_k, const float* state_v, const float* d_final,
+                           float* ends, int batch, int seq, int segments, int segment_chunks) {
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  WalkArrays in{};
+  in.mimo_v = mimo_v, in.dt = dt, in.trap = trap, in.state_ssm = state_ssm, in.state_k = state_k, in.state_v = state_v;
+  in.d_final = d_final, in.seq = seq;
+  const int at = blockIdx.x * kWalkThreads + threadIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
+  const bool backward = blockIdx.z == 1;
+  const long long head = (long long)b * C::kHeads + h;
+  ends += (backward ? (long long)batch * C::kHeads + head : head) * segments * (C::kP * C::kN) + at;
+  decay += head * seq;
+  float state = outer_state<C>(in, backward, b, h, at / C::kN, at % C::kN);
+  for (int step = 0; step < segments; ++step) {
+    const int segment = backward ? segments - 1 - step : step;
+    const int begin = segment * segment_chunks * C::kTokens, end = min(begin + segment_chunks * C::kTokens, seq);
+    float* place = ends + (long long)segment * (C::kP * C::kN);
+    const float own = *place;
+    *place = state;
+    if (step == segments - 1) break;  // nothing follows, and nothing was walked
+    float total = 0.0f;
+    for (int t = begin; t < end; t += C::kTokens) total += decay[min(t + C::kTokens, end) - 1];
+    state = exp2_fast(total) * state + own;
+  }
+}
+
+}  // namespace jax_ssd

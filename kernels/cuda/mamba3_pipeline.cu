@@ -1,0 +1,553 @@
+// The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
+// mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
+// the same time:
+//   warpgroup 0      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; gates and folds the output of the
+//                    chunk before
+//   warpgroup 1      multiplies the chunk's queries with keys and state, then weighted scores with values; makes the
+//                    schedule of the second next chunk
+//   warpgroups 2, 3  rotate keys and queries and weigh pairs of tokens of the next chunk
+//   warpgroup 4      expands values of the next chunk; without it 2 and 3 do
+// Rotations of the second next chunk are made by 0 and 1, or by 4, alone or with 1. All meet once per chunk, at a
+// barrier. What one hands to another lies in shared memory twice, schedules four times. Loops stay rolled where they
+// can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the ends of segments
+// the same block walks without queries and output.
+
+#include "async_copy.cuh"
+#include "mamba3_chunks.cuh"
+#include "mamba3_output.cuh"
+#include "mamba3_pairs.cuh"
+#include "mamba3_stages.cuh"
+#include "mamba3_state.cuh"
+#include "wgmma.cuh"
+
+namespace jax_ssd {
+
+// `advanced` without a carry to the upper half, which has none in shared memory: half of the instructions.
+__device__ __forceinline__ unsigned long long moved(unsigned long long descriptor, unsigned bytes) {
+  const unsigned low = static_cast<unsigned>(descriptor) + (bytes >> 4);
+  return (descriptor & 0xffffffff00000000ull) | low;
+}
+
+// Sizes, and where things lie in shared memory; plan.py has the same figures.
+template <class S_, int Tokens, int Groups, class O_, bool Ends>
+struct PipelineShape {
+  using S = S_;
+  using O = O_;
+  static constexpr bool kEnds = Ends;
+  static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
+  static constexpr int kGroups = Groups, kThreads = 128 * Groups, kStagers = 256;
+  static constexpr int kValueThreads = Groups == 5 ? 128 : kStagers;
+  // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
+  static constexpr bool kFifthRotatesAlone = Groups == 5 && S::kRank == 1 && !Ends;
+  static constexpr int kRotators = kFifthRotatesAlone ? 128 : 256;
+  static __device__ constexpr bool rotates(int group) {
+    return Groups == 5 ? group == 4 || (group == 1 && !kFifthRotatesAlone) : group < 2;
+  }
+  static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
+  static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
+  using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
+  using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
+  // Keys, and below them the state that goes with them: queries are multiplied with both at once.
+  using Keys = Matrix<__nv_bfloat16, kRows + (Ends ? 0 : kColumns), S::kState>;
+  using Table = Rotations<S, kTokens>;
+  using Weights = Schedule<kTokens>;
+  using Given = GivenSchedule<kTokens>;
+  using Pairs = PairWeights<S, kRows, kTokens>;
+
+  static constexpr int kOut = kRows * kOutStride * 4, kTable = padded(Table::kBytes, 16),
+                       kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16);
+  static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Keys::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
+                       kQueriesAt = kValuesAt + (Ends ? 0 : 2 * Values::kBytes),
+                       kOutAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
+                       kTableAt = kOutAt + (Ends ? 0 : 2 * kOut), kPairsAt = kTableAt + 2 * kTable,
+                       kWeightsAt = kPairsAt + (Ends ? 0 : 2 * Pairs::kBytes), kGivenAt = kWeightsAt + 4 * kWeights,
+                       kParametersAt = kGivenAt + 2 * kGiven,
+                       kLostAt = kParametersAt + padded((Ends ? 1 : 3) * S::kRank * S::kHeadDim * 4 + 256, 16),
+                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
+  static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
+};
+
+// One block.
+template <class H>
+struct Pipeline {
+  using S = typename H::S;
+  using O = typename H::O;
+  using Value = __nv_bfloat16;
+  using Pairs = typename H::Pairs;
+  static constexpr int kTokens = H::kTokens;
+
+  const Arrays<S>& in;
+  const FinalState& final_state;
+  float *ends, *decays;  // of segments: the state at the end, by what a state decays, the phases
+  unsigned* phases;
+  unsigned char* memory;
+  int seq, sequences, segments, segment_tokens;
+  int start, limit;  // the block's tokens are those from start to limit
+  Place place;
+
+  template <class M>
+  __device__ __forceinline__ M ring(int at, int turn) const {
+    return M(memory + at + turn % 2 * M::kBytes);
+  }
+  __device__ __forceinline__ typename H::Keys keys(int turn) const { return ring<typename H::Keys>(H::kKeysAt, turn); }
+  __device__ __forceinline__ typename H::Queries queries(int turn) const {
+    return ring<typename H::Queries>(H::kQueriesAt, turn);
+  }
+  __device__ __forceinline__ typename H::Values values(int turn) const {
+    return ring<typename H::Values>(H::kValuesAt, turn);
+  }
+  __device__ __forceinline__ typename H::Values kept_values(int turn) const {
+    return ring<typename H::Values>(H::kKeptAt, turn);
+  }
+  __device__ __forceinline__ typename H::Table table(int turn) const {
+    return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
+  }
+  __device__ __forceinline__ float* pairs(int turn) const {
+    return reinterpret_cast<float*>(memory + H::kPairsAt + turn % 2 * Pairs::kBytes);
+  }
+  __device__ __forceinline__ typename H::Weights& weights(int turn) const {
+    return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
+  }
+  __device__ __forceinline__ typename H::Given& given(int turn) const {
+    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 2 * H::kGiven);
+  }
+  __device__ __forceinline__ int* bad(int turn) const {
+    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * padded(kTokens * 4, 16));
+  }
+  __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
+  // What values, outputs and halves of gates are multiplied by, [rank][head_dim] each.
+  __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kParametersAt); }
+  __device__ __forceinline__ float* scale() const { return mimo_v() + S::kRank * S::kHeadDim; }
+  __device__ __forceinline__ float* opening() const { return scale() + S::kRank * S::kHeadDim; }
+  __device__ __forceinline__ float* out(int turn) const {  // [row][kOutStride]
+    return reinterpret_cast<float*>(memory + H::kOutAt + turn % 2 * H::kOut);
+  }
+
+  __device__ __forceinline__ long long head() const { return (long long)place.row * S::kHeads + place.head; }
+  __device__ __forceinline__ long long parameter_row() const { return O::kSharedParams ? place.head : head(); }
+  __device__ __forceinline__ long long token(int t) const { return (long long)place.row * seq + t; }
+  __device__ __forceinline__ long long schedule(int t) const { return head() * seq + t; }
+  __device__ __forceinline__ long long state(const Chunk& chunk) const {
+    return ((long long)place.row * sequences + chunk.sequence) * S::kHeads + place.head;
+  }
+  __device__ __forceinline__ long long values_of(int t) const {
+    return (token(t) * S::kHeads + place.head) * S::kHeadDim;
+  }
+  __device__ __forceinline__ const Value* rows_of(const Value* all, int t) const {
+    const int group = place.head / (S::kHeads / S::kGroups);
+    return all + (token(t) * (S::kRank * S::kGroups) + group) * S::kState;
+  }
+  __device__ __forceinline__ const float* angles_of(int t) const {
+    return in.angles + (token(t) * S::kHeads + place.head) * S::kPairs;
+  }
+
+  // The chunks of the block.
+  __device__ __forceinline__ Chunks<kTokens, O::kPacked> chunks() const {
+    return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
+  }
+
+  // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN, and all of the state after
+  // them. lose: what else then is to be done.
+  template <class Lose>
+  __device__ __forceinline__ void pass(bool found, int turn, Lose lose) const {
+    if (__syncthreads_or(found)) {
+      for (int which = turn + 1; which <= turn + 2; ++which) {
+        const int c = threadIdx.x;
+        if (c < kTokens && bad(which)[c]) {
+          typename H::Weights& w = weights(which);
+          w.gamma[c] = w.f[c] = w.kept[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
+          bad(which)[c] = 0;
+        }
+      }
+      __syncthreads();
+      lose();
+      __syncthreads();
+    }
+  }
+
+  // ---- rotations, by the warpgroups that PipelineShape says ----
+
+  using Walk = PhaseWalk<S, kTokens, H::kRotators, 8>;
+
+  __device__ __forceinline__ void begin(Walk& walk) const {
+    walk.begin(nullptr, lost());
+    if (!H::kEnds && start != place.first) {
+      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
+        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
+      }
+    }
+  }
+
+  // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
+  // sequence, first writes its final angles. Whether a number was found that is not finite.
+  template <class All>
+  __device__ __forceinline__ bool make_rotations(Walk& walk, const All& all) const {
+    const int turn = all.turn;
+    const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
+    bool found = false;
+    if constexpr (O::kFinalState && !H::kEnds) {
+      if (next.ends()) walk.write_angles(final_state.angle + state(next) * S::kPairs, lost());
+      if (now.ends()) {  // keys have been written
+        walk.spoil_keys(final_state.angle + state(now) * S::kPairs,
+                        final_state.k + state(now) * (S::kRank * S::kState));
+      }
+    }
+    if (after.count > 0) {
+      if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
+        bad(turn + 2)[0] = 1;
+        found = true;
+      }
+      found |= walk.advance(given(turn + 2).dt, after.count, later.count, table(turn + 2), bad(turn + 2));
+    } else if (later.count > 0) {
+      walk.load(later.count);
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void lose(const Walk& walk, const Chunk& chunk) const {
+    if (chunk.count > 0) walk.lose(angles_of(chunk.t), in.dt + schedule(chunk.t), chunk.count, lost());
+  }
+
+  __device__ __forceinline__ void write_end(const Walk& walk) const {
+    walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
+  }
+
+  // ---- warpgroup 0 ----
+
+  // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
+  // lent to this warpgroup for the time.
+  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
+    const typename H::Table turns = table(0);
+    unsigned sum = 0;
+    const int pair = threadIdx.x, from = place.first / segment_tokens;
+    for (int j = from; j < place.segment; ++j) {
+      const long long of = head() * (segments - 1) + j;
+      if (pair < S::kPairs) {
+        sincos_of_phase(sum, turns.sine[turns.place(0, pair)], turns.cosine[turns.place(0, pair)]);
+        sum += phases[2 * of * S::kPairs + pair];
+      }
+      named_barrier(1, 128);
+      add_turned<S, H>(s, j == from ? 0.0f : decays[of], ends + of * (S::kHeadDim * S::kState), turns);
+      named_barrier(1, 128);
+    }
+  }
+
+  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
+    const unsigned base = to.address(H::kRows + threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
+#pragma unroll
+    for (int i = 0; i < H::kSizeState; i += 8) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
+      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
+    }
+    fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void walk_state(Value* y) const {
+    float s[H::kSizeState];
+#pragma unroll
+    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
+    if constexpr (!H::kEnds) {
+      if (start != place.first) sum_segments(s);
+    }
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
+    Walk walk(angles_of(start));
+    if constexpr (H::rotates(0)) begin(walk);
+    double decay = 0.0;
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk after = all.after(), next = all.next(), now = all.now(), before = all.before();
+      // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
+      const typename H::Weights& w = weights(turn);
+      const float over = w.from_start[kTokens - 1];
+#pragma unroll
+      for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
+      if constexpr (H::kEnds) {
+        decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
+      }
+      const auto v_columns = column_descriptor(kept_values(turn).base, 0);
+      const auto k_columns = column_descriptor(keys(turn).base, H::Keys::kPanelBytes);
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Wgmma<Value, H::kHeld>::template shared<true, true>(s, moved(v_columns, i * 2048), moved(k_columns, i * 2048),
+                                                            true);
+      }
+      wgmma_commit();
+      bool found = false;
+      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
+      if constexpr (!H::kEnds) {
+        if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
+        if (O::kGate && now.count > 0) output.load(now.count);
+      }
+      wgmma_wait<0>();
+      pin(s);
+      if constexpr (H::kEnds) {
+        if (now.count > 0 && now.t + now.count == limit) {
+          const long long end = head() * (segments - 1) + place.segment;
+          Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
+          if (threadIdx.x == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
+        }
+      } else if constexpr (O::kFinalState) {
+        if (now.ends()) {
+          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
+          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
+        }
+      }
+      if ((O::kPacked || O::kInitialState) && next.begins()) {
+        begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
+      }
+      if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
+      pass(found, turn, [&] {
+        if constexpr (H::rotates(0)) lose(walk, after);
+      });
+    }
+    if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
+  }
+
+  // ---- warpgroup 1 ----
+
+  // Divides rows by their root mean square.
+  static __device__ __forceinline__ void normalize(float (&o)[32], float eps) {
+    float up = 0.0f, low = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      up += o[i] * o[i] + o[i + 1] * o[i + 1];
+      low += o[i + 2] * o[i + 2] + o[i + 3] * o[i + 3];
+    }
+#pragma unroll
+    for (int other = 1; other <= 2; other *= 2) {
+      up += __shfl_xor_sync(~0u, up, other);
+      low += __shfl_xor_sync(~0u, low, other);
+    }
+    up = 1.0f / sqrtf(up * (1.0f / S::kHeadDim) + eps);
+    low = 1.0f / sqrtf(low * (1.0f / S::kHeadDim) + eps);
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
+  }
+
+  // Scores, then the part of the output that comes from the state.
+  __device__ __forceinline__ void start_products(float (&d)[64], int turn) const {
+    const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 128>::shared(d, moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                                moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void finish_output(float (&d)[64], int turn, float skip, float norm_eps) const {
+    using Multiply = Product<Value, 1>;
+    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+    const float* decays_of = weights(turn).from_start;
+    const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
+    float (&m)[32] = reinterpret_cast<float (&)[32]>(d), o[32];
+    wgmma_wait<0>();
+    pin(d);
+    Pairs::weigh(m, pairs(turn), weights(turn), row);
+    if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
+    typename Multiply::A a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] = d[32 + i] * (i % 4 < 2 ? up : low);
+    pin(o);
+    const auto v_columns = column_descriptor(values(turn).base, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template registers<true>(o, a[i].r, moved(v_columns, i * 2048), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    if constexpr (O::kNorm) normalize(o, norm_eps);
+    float* to = out(turn) + row * H::kOutStride + thread % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 * H::kOutStride + i / 4 * 8) = make_float2(o[i], o[i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
+    const int thread = threadIdx.x % 128;
+    Walk walk(angles_of(start));
+    if constexpr (H::rotates(1)) begin(walk);
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk later = all.later(), after = all.after();
+      if (later.count > 0) {
+        const long long from = schedule(later.t);
+        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
+      }
+      float d[64];
+      if constexpr (!H::kEnds) start_products(d, turn);  // products of no chunk are harmless
+      bool found = false;
+      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
+      if constexpr (!H::kEnds) finish_output(d, turn, skip, norm_eps);
+      if (after.count > 0 && thread < 32) {
+        const bool more = after.t + after.count < after.end;
+        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
+      }
+      wait_for_copies();
+      pass(found, turn, [&] {
+        if constexpr (H::rotates(1)) lose(walk, after);
+      });
+    }
+    if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
+  }
+
+  // ---- values: warpgroups 2 and 3, or 4 ----
+
+  // Of the next chunk, and of the final state.
+  __device__ __forceinline__ bool store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
+    if constexpr (O::kFinalState && !H::kEnds) {
+      if (next.ends()) {
+        for (int p = threadIdx.x % H::kValueThreads; p < S::kHeadDim; p += H::kValueThreads) {
+          final_state.v[state(next) * S::kHeadDim + p] = to_float(in.v[values_of(next.t + next.count - 1) + p]);
+        }
+      }
+    }
+    return stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+  }
+
+  // ---- warpgroups 2 and 3 ----
+
+  __device__ __forceinline__ void stage_rows() const {
+    const int stager = threadIdx.x % H::kStagers;
+    const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
+    RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
+                     rows_of(stages_keys ? in.k : in.q, start));
+    ValueStage<H> value_stage(in.v + values_of(start));
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk after = all.after(), next = all.next();
+      bool found = false;
+      if (next.count > 0) {
+        const bool ends = O::kFinalState && !H::kEnds && next.ends();
+        found = rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
+                           stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
+                           bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
+                           O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
+        if constexpr (H::kGroups == 4) found |= store_values(value_stage, next, turn);
+        fence_async_proxy();
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      }
+      if (after.count > 0) {
+        rows.begin(after.count);
+        if constexpr (H::kGroups == 4) value_stage.load(after.count);
+      }
+      pass(found, turn, [&] {
+        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
+      });
+    }
+  }
+
+  // ---- warpgroup 4 ----
+
+  __device__ __forceinline__ void stage_values() const {
+    ValueStage<H> value_stage(in.v + values_of(start));
+    Walk walk(angles_of(start));
+    begin(walk);
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk after = all.after(), next = all.next();
+      bool found = false;
+      if (next.count > 0) {
+        found = store_values(value_stage, next, turn);
+        fence_async_proxy();
+      }
+      if (after.count > 0) value_stage.load(after.count);
+      found |= make_rotations(walk, all);
+      pass(found, turn, [&] { lose(walk, after); });
+    }
+    if constexpr (H::kEnds) write_end(walk);
+  }
+};
+
+// One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: for
+// each segment but the last, its state, decay and phases are written, from a zero state or from its sequence's if that
+// begins in the segment.
+template <class S, int Tokens, int Groups, class O, bool Ends>
+__global__ void __launch_bounds__(128 * Groups, 1)
+    mamba3_pipeline(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const float* q_bias,
+                    const float* k_bias, const float* angles, const float* adt, const float* dt, const float* trap,
+                    const float* mimo_v, const float* mimo_o, const __nv_bfloat16* z, const float* mimo_z,
+                    const float* D, const float* norm_weight, const float* state_angle, const float* state_ssm,
+                    const float* state_k, const float* state_v, const int* cu_seqlens, float* ends, float* decays,
+                    unsigned* phases, __nv_bfloat16* y, float* final_angle, float* final_ssm, float* final_k,
+                    float* final_v, int seq, int segments, int segment_tokens, int sequences, float norm_eps) {
+  using H = PipelineShape<S, Tokens, Groups, O, Ends>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Arrays<S> in{q,           k,      v,   z,  q_bias, k_bias,      mimo_v,    mimo_o,  mimo_z,  D,
+                     norm_weight, angles, adt, dt, trap,   state_angle, state_ssm, state_k, state_v, cu_seqlens};
+  const FinalState final_state{final_angle, final_ssm, final_k, final_v};
+  clear<H::kBytes>(memory, H::kThreads);
+  fence_async_proxy();
+
+  const int here = Ends ? segments - 1 : segments;
+  Place at;
+  at.head = blockIdx.x % S::kHeads;
+  at.segment = blockIdx.x / S::kHeads % here;
+  at.row = blockIdx.x / S::kHeads / here;
+  at.sequence = 0, at.first = 0, at.end = seq;
+  int t = at.segment * segment_tokens;
+  const int limit = min(seq, t + segment_tokens);
+  const int* bounds = cu_seqlens + (long long)at.row * (sequences + 1);
+  if constexpr (O::kPacked) {
+    at.find(bounds, sequences, Ends ? limit : t, seq);
+    if constexpr (Ends) {
+      if (at.first >= limit) return;  // what follows begins anew
+      t = max(t, at.first);
+    }
+  }
+  const Pipeline<H> block{in,        final_state, ends,           decays, phases, memory, seq,
+                          sequences, segments,    segment_tokens, t,      limit,  at};
+  __syncthreads();
+
+  const long long parameters = block.parameter_row();
+  for (int i = threadIdx.x; i < S::kRank * S::kHeadDim; i += H::kThreads) {
+    const long long ranked = parameters * (S::kRank * S::kHeadDim) + i;
+    if constexpr (O::kWeighted) block.mimo_v()[i] = mimo_v[ranked];
+    if constexpr (!Ends) {
+      const float norm = O::kNorm ? norm_weight[parameters * S::kHeadDim + i % S::kHeadDim] : 1.0f;
+      block.scale()[i] = O::kFolds ? norm * mimo_o[ranked] : norm;
+      block.opening()[i] = O::kWeighted && O::kGate ? 0.5f * mimo_z[ranked] : 0.5f;
+    }
+  }
+  if constexpr (O::kPacked && O::kFinalState && !Ends) {
+    if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
+  }
+  for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
+  if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
+
+  // Of five warpgroups with 96 registers a thread, those with accumulators take some of the others'. The sum must stay,
+  // or the block would wait for more forever.
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (role == 0) {
+    if constexpr (Groups == 5) take_registers<112>();
+    block.walk_state(y);
+  } else if (role == 1) {
+    if constexpr (Groups == 5) take_registers<112>();
+    block.make_output(O::kSkip && !Ends ? D[parameters] : 0.0f, norm_eps);
+  } else if (role < 4) {
+    if constexpr (Groups == 5) give_registers<88>();
+    block.stage_rows();
+  } else {
+    if constexpr (Groups == 5) {
+      give_registers<80>();
+      block.stage_values();
+    }
+  }
+}
+
+}  // namespace jax_ssd

@@ -1,0 +1,204 @@
+// What threads of the Mamba-3 pipeline make of keys, queries and values, chunk after chunk, on their way from global to
+// shared memory. H: the sizes of the pipeline.
+#pragma once
+
+#include "mamba3_staging.cuh"
+
+namespace jax_ssd {
+
+// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
+// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. The loop over rows is not
+// unrolled, or instructions would be waited for; as soon as two rows are staged, those two rounds further are loaded.
+template <class H>
+struct RowStage {
+  using S = typename H::S;
+  // To the ends of segments all stagers have keys; else half of them have queries.
+  static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
+  static constexpr int kApart = kThreads / 8, kRounds = H::kRows / kApart / 2;
+  static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
+  // A unit's columns: all are neighbours, or two halves are.
+  static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
+  Unit<S> bias[kUnits];
+  unsigned raw[2][kUnits][4];
+  const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
+
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % kThreads / 8; }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 8; }
+  // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
+  static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
+
+  // biases: [rank][state] of the head. rows: [token][rank][groups][state], at the first token and the head's group.
+  __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows) : from(rows + lane() * kWidth) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + first_row() % S::kRank * S::kState, lane() + 8 * i);
+  }
+
+  // The first two rows of a chunk of `count` tokens, the next one that is stored.
+  __device__ __forceinline__ void begin(int count) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load(i, i, count);
+  }
+
+  // Rotates the rows of a chunk of `count` tokens to a matrix with panels of `panel` bytes, after which the next one
+  // can begin. last_key: where the keys of token `last` are written in float32 too. A thread's key that is not finite
+  // becomes zero and marks its token in `bad`; then the result is true.
+  __device__ __forceinline__ bool store(unsigned to, int panel, bool keys, const typename H::Table& table, int* bad,
+                                        int last, float* last_key, int count) {
+    const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
+    bool found = false;
+#pragma unroll 1
+    for (int round = 0; round < kRounds; ++round) {
+      const auto token_of = [&](int j) { return (first_row() + (2 * round + j) * kApart) / S::kRank; };
+      float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          const int unit = lane() + 8 * i, at = H::Table::place(token_of(j), 4 * unit);
+          if (4 * unit >= S::kPairs) continue;
+          load_values(sine[j][i], table.sine + at);
+          load_values(cosine[j][i], table.cosine + at);
+        }
+      }
+      unsigned probe[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int own = 2 * round + j;
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          const int unit = lane() + 8 * i;
+          Unit<S> x = bias[i];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            x.v[2 * e] += low_of_pair(raw[j][i][e]);
+            x.v[2 * e + 1] += high_of_pair(raw[j][i][e]);
+          }
+          if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
+          if (token_of(j) == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
+          unsigned words[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
+            probe[j] = plus_zero_times(probe[j], words[e]);
+          }
+          write(base + own * kApart * 128, panel, i, words);
+        }
+        if (round + 1 < kRounds) load(j, own + 2, count);
+      }
+      if (keys && ((probe[0] | probe[1]) & 0x7fff7fffu) != 0) {
+        found = true;
+#pragma unroll 1
+        for (int j = 0; j < 2; ++j) {
+          if (((j == 0 ? probe[0] : probe[1]) & 0x7fff7fffu) == 0) continue;
+          const unsigned zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i) write(base + (2 * round + j) * kApart * 128, panel, i, zeros);
+          bad[token_of(j)] = 1;
+        }
+      }
+    }
+    from += (long long)count * (S::kRank * kRow);
+    return found;
+  }
+
+ private:
+  // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
+  __device__ __forceinline__ void load(int j, int own, int count) {
+    const __nv_bfloat16* row = from + min(first_row() + own * kApart, count * S::kRank - 1) * kRow;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if constexpr (S::kHalf) {
+        const uint2 low = *reinterpret_cast<const uint2*>(row + column(i, 0));
+        const uint2 high = *reinterpret_cast<const uint2*>(row + column(i, 1));
+        raw[j][i][0] = low.x, raw[j][i][1] = low.y, raw[j][i][2] = high.x, raw[j][i][3] = high.y;
+      } else {
+        const uint4 all = *reinterpret_cast<const uint4*>(row + column(i, 0));
+        raw[j][i][0] = all.x, raw[j][i][1] = all.y, raw[j][i][2] = all.z, raw[j][i][3] = all.w;
+      }
+    }
+  }
+  // Unit i at the place of unit 0. The swizzle does not change between rows that are a multiple of eight apart.
+  static __device__ __forceinline__ void write(unsigned base, int panel, int i, const unsigned (&words)[4]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int from = column(i, part);
+      const unsigned at = (base ^ from % 64 * 2) + from / 64 * panel;
+      if constexpr (kParts == 1) {
+        store_shared(at, words[0], words[1], words[2], words[3]);
+      } else {
+        store_shared(at, words[2 * part], words[2 * part + 1]);
+      }
+    }
+  }
+};
+
+// What a thread stages of values: eight columns of rows that are kApart from each other, tokens' values expanded to the
+// same rank.
+template <class H>
+struct ValueStage {
+  using S = typename H::S;
+  static constexpr bool kWeighted = H::O::kWeighted;
+  static constexpr int kApart = H::kValueThreads / 8, kOwn = H::kRows / kApart;
+  static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
+  uint4 raw[kOwn];
+  const __nv_bfloat16* from;  // of the next chunk
+
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kValueThreads / 8; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
+
+  // v: at the first token and the head.
+  __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
+      : from(v + first_row() / S::kRank * (S::kHeads * S::kHeadDim) + column()) {}
+
+  // Tokens beyond the next chunk are zero.
+  __device__ __forceinline__ void load(int count) {
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int token = (first_row() + own * kApart) / S::kRank;
+      raw[own] = make_uint4(0, 0, 0, 0);
+      if (token < count && column() < S::kHeadDim) {
+        raw[own] = *reinterpret_cast<const uint4*>(from + own * (kApart / S::kRank * S::kHeads * S::kHeadDim));
+      }
+    }
+    from += (long long)count * (S::kHeads * S::kHeadDim);
+  }
+  // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
+  // that are not finite become zero, and mark their token in `bad`; then the result is true.
+  __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
+                                        const float* mimo_v, const float* kept, int* bad) {
+    const unsigned base = values.address(first_row(), column()), apart = kept_values.base - values.base;
+    float weights[8];
+    if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
+    bool found = false;
+#pragma unroll 1
+    for (int pair = 0; pair < kOwn / 2; ++pair, raw[0] = raw[kOwn - 2], raw[1] = raw[kOwn - 1]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own = 2 * pair + i, token = (first_row() + own * kApart) / S::kRank;
+        const float keep = kept[token];
+        const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+        unsigned words[4], kept_words[4], probe = 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float low = low_of_pair(pairs[e]), high = high_of_pair(pairs[e]);
+          if constexpr (kWeighted) low *= weights[2 * e], high *= weights[2 * e + 1];
+          words[e] = kWeighted ? bfloat16_pair(low, high) : pairs[e];
+          kept_words[e] = bfloat16_pair(keep * low, keep * high);
+          probe = plus_zero_times(probe, words[e]);
+        }
+        if ((probe & 0x7fff7fffu) != 0) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) words[e] = kept_words[e] = 0;
+          bad[token] = 1;
+          found = true;
+        }
+        const unsigned at = base + own * kApart * 128;
+        if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
+        store_shared(at + apart, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace jax_ssd

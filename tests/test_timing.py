@@ -1,0 +1,52 @@
+"""Turns at the device. What is measured by `timing.measure` is seen with the benchmarks and the tuner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+from jax_ssd import timing
+
+OTHER = """
+import time
+from jax_ssd import timing
+with timing.alone():
+    print(time.monotonic(), flush=True)
+"""
+
+
+def test_other_threads_wait_for_their_turn():
+    inside, most = 0, 0
+
+    def work():
+        nonlocal inside, most
+        for _ in range(20):
+            with timing.alone(), timing.alone():  # one inside another is the same turn
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.0005)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_other_processes_wait_for_their_turn():
+    with timing.alone():
+        other = subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True)
+        time.sleep(3)
+        left = time.monotonic()
+    said, _ = other.communicate(timeout=120)
+    assert float(said) >= left and other.returncode == 0
+
+
+def test_long_programs_are_repeated_less():
+    effort = timing.Effort(sample_seconds=0.001, repeats=9, most_programs=1, enough_seconds=0.05)
+    found = timing.measure(lambda: time.sleep(0.01), lambda _: None, 1, effort)
+    assert timing.FEWEST <= found.repeats < 9
