@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 import types
 import typing
 from collections.abc import Sequence
@@ -136,11 +135,6 @@ def _tileiras_release() -> tuple[str, ...]:
     return match.groups()
 
 
-# Python 3.11 loses count of its recursion when two threads build syntax trees at once ("AST constructor recursion depth
-# mismatch"), which cuda.tile does with a kernel's source. tileiras, the long part, still runs in parallel.
-_one_at_a_time = threading.Lock()
-
-
 def _export(kernel: CuTileKernel, arguments: Sequence[CompileArg], arch: str, symbol: str) -> bytes:
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
@@ -151,7 +145,7 @@ def _export(kernel: CuTileKernel, arguments: Sequence[CompileArg], arch: str, sy
     # Version 2 is the first with constant shapes.
     signature = KernelSignature(parameters, CallingConvention.cutile_python_v2(), symbol)
     output = io.BytesIO()
-    with _one_at_a_time:
+    with sources.one_tree_at_a_time:  # cuda.tile makes one of the kernel; tileiras, the long part, runs in parallel
         export_kernel(
             _specialized(function, kernel, arguments),
             [signature],

@@ -11,12 +11,17 @@ import importlib
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 _PACKAGE = "jax_ssd.kernels"
+
+one_tree_at_a_time = threading.Lock()
+"""Held wherever syntax trees are built: Python 3.11 loses count of its recursion when two threads do so at once ("AST
+constructor recursion depth mismatch")."""
 
 
 @cache
@@ -87,7 +92,7 @@ def cuda_folder(file: str) -> Path:
 
 def parameter_names(text: str, function: str) -> list[str]:
     """The parameter names of a function in Python source; empty if it is not there."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_tree(text)):
         if isinstance(node, ast.FunctionDef) and node.name == function:
             return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     return []
@@ -96,6 +101,11 @@ def parameter_names(text: str, function: str) -> list[str]:
 def joined(sources: Mapping[str, str], comment: str) -> str:
     """All sources in one text to keep beside a binary; `comment` starts a line comment of the language."""
     return "\n".join(f"{comment} ==== {name}\n{text}" for name, text in sources.items())
+
+
+def _tree(text: str) -> ast.Module:
+    with one_tree_at_a_time:
+        return ast.parse(text)
 
 
 def _collect_modules(name: str, path: Path, found: dict[str, str]) -> None:
@@ -114,7 +124,7 @@ def _collect_modules(name: str, path: Path, found: dict[str, str]) -> None:
 def _imports(text: str, package: str) -> tuple[str, ...]:
     """Every name that may be an imported module: of `from a import b`, both a and a.b."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_tree(text)):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
