@@ -204,6 +204,8 @@ def _of_ours(best: dict[str, Any] | None) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     for path in map(Path, sys.argv[1:] if arguments is None else arguments):
+        if not all("case" in row for row in json.loads(path.read_text())["rows"]):
+            raise SystemExit(f"{path}: expected a result of benchmarks.run, whose rows name their case.")
         print(f"\n{path.name}\n\n{markdown(json.loads(path.read_text()))}")
 
 
