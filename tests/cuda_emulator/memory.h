@@ -67,16 +67,16 @@ inline char* shared(unsigned address, unsigned bytes, unsigned alignment) {
 }
 
 // Shared memory of a block of the cluster has a number that says which block's.
-constexpr unsigned RANKS = 24;
+constexpr unsigned RANK_SHIFT = 24;
 
 inline unsigned cluster_address(unsigned address, unsigned rank) {
   shared(address, 1, 1);
   if (rank >= own_block().cluster->blocks.size()) fail_f("the cluster has no block %u", rank);
-  return address | (rank + 1) << RANKS;
+  return address | (rank + 1) << RANK_SHIFT;
 }
 
 inline char* cluster_shared(unsigned address, unsigned bytes, unsigned alignment) {
-  const unsigned rank = (address >> RANKS) - 1, at = address & ((1u << RANKS) - 1);
+  const unsigned rank = (address >> RANK_SHIFT) - 1, at = address & ((1u << RANK_SHIFT) - 1);
   if (rank >= own_block().cluster->blocks.size()) fail_f("address %u is no shared address of a cluster", address);
   const Block* block = own_block().cluster->blocks[rank];
   if (!block) fail_f("block %u of the cluster does not run: its shared memory is not there", rank);
