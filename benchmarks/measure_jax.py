@@ -300,6 +300,10 @@ def _step(
         fresh = [first[0], *(jax.tree.map(jnp.copy, one) for one in states[1:])]
         stepped, ys = compiled(fresh, [first[1], *tokens[1:]])
         errors, sums = looker(stepped, ys, {name: reference[name] for name in wanted})
+        if turns > 1:  # those states are several tokens on
+            once, _ = single(picker(inputs.planted(0))[0], *first[1])
+            errors |= {"state": _relative(main_state(case, once)[-1], reference["step_state"])}
+            del once
         found = [*problems, *distinct_and_finite(sums)]
         del first, fresh, stepped, ys
         carried = [states]

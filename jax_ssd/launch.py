@@ -144,7 +144,8 @@ def _check_cubins(plan: Plan, cubins: Sequence[Cubin]) -> None:
     """That each compiled kernel fits its architecture and takes exactly the parameters that the plan passes."""
     for launch, cubin in zip(plan.launches, cubins, strict=True):
         where = f"plan {plan.name}, kernel {launch.name}"
-        most, static = MAX_SHARED_MEMORY[cubin.arch], max(0, cubin.shared_memory - RESERVED_SHARED_MEMORY)
+        reserved = RESERVED_SHARED_MEMORY if int(cubin.arch.removeprefix("sm_")) >= 90 else 0
+        most, static = MAX_SHARED_MEMORY[cubin.arch], max(0, cubin.shared_memory - reserved)
         if launch.shared_memory + static > most:
             raise NotImplementedError(
                 f"{where}: {launch.shared_memory:,} bytes of dynamic and {static:,} of static shared memory, at most "

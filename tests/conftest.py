@@ -21,8 +21,8 @@ COMPILERS_REQUIRED = os.environ.get("JAX_SSD_TEST_REQUIRE_COMPILERS", "") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-if jax.default_backend() == "cpu":
-    # Most of the time goes into compilation; what LLVM makes of a program is not what is tested.
+if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    # Most of the time goes into compilation. .ci/run tests once more with programs compiled as they are for users.
     jax.config.update("jax_disable_most_optimizations", True)
 
 # The same examples in every run, and no limit on the time of one: the first call of a shape compiles.
@@ -79,6 +79,7 @@ def optimized() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ssd import config
 from jax_ssd.mamba2 import plan_backward, reference
 from jax_ssd.mamba2.plan_backward import BackwardConfig
 from jax_ssd.mamba2.problem import Problem
@@ -269,9 +270,9 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"),
-    # One of each generation; the forward is compiled for all.
-    [("plain", arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")]
-    + [(name, "sm_90") for name in COMPILED if name != "plain"],
+    [("plain", arch) for arch in config.SUPPORTED_ARCHS]
+    + [(name, arch) for name in ("every option", "TF32") for arch in ("sm_80", "sm_90")]  # an old and a new generation
+    + [("highest", "sm_90")],
 )
 def test_compiles(name, arch):
     compile_plan(plan_backward.backward(COMPILED[name]), arch)

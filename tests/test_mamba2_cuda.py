@@ -50,6 +50,7 @@ def forward(p: Problem, operands: dict[str, np.ndarray], split: Split | None = N
         ({"seq": 48, "batch": 1, "heads": 2, "head_dim": 128, "has_D": True}, None, 132),
         ({**SCAN, "seq": 65, "heads": 2, "state": 256, "param_rows": 2, "dt_dtype": "bfloat16"}, None, 132),
         ({**SCAN, "seq": 130, "batch": 1, "heads": 1, "state": 320}, None, 132),  # a state in two parts
+        ({**SCAN, "seq": 20, "batch": 1, "heads": 1, "state": 320}, None, 132),
         (
             {"seq": 16, "batch": 6, "has_D": True, "has_z": True, "return_final_state": False},
             None,

@@ -46,9 +46,9 @@ def test_gradients_agree_with_float64(name):
         assert relative_error(actual[gradient], expected) <= BAR, gradient
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank):
-    p = problem(batch=1, seq=40, heads=5, rank=rank, initial=True, final=True)
+@pytest.mark.parametrize(("rank", "gate"), [(None, True), (None, False), (2, True)])
+def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank, gate):
+    p = problem(batch=1, seq=40, heads=5, rank=rank, gate=gate, initial=True, final=True)
     config = heuristic(p, ["sm_90"])
     assert config.warpgroups
     rng = np.random.default_rng(0)

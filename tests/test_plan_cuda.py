@@ -50,6 +50,11 @@ def test_refusals_name_the_limit_and_the_figure(changes, said):
         plan_cuda.forward(model(**changes))
 
 
+@pytest.mark.parametrize("seq", [16, 1024])
+def test_calls_that_no_other_kernel_takes_are_planned_however_small(seq):
+    plan_cuda.forward(model(batch=1, seq=seq, heads=1, state=512)).check("sm_90")
+
+
 def test_other_architectures_are_refused():
     with pytest.raises(NotImplementedError, match="written for sm_90, not for sm_100"):
         made(model()).check("sm_100")

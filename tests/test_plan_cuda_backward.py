@@ -56,8 +56,9 @@ def test_small_calls_are_planned_where_the_blocks_are_given():
     plan_cuda_backward.backward(p, BackwardBlocks()).check("sm_90")
 
 
-def test_small_calls_that_no_other_kernel_takes_are_planned():
-    plan_cuda_backward.backward(model(batch=1, seq=128, heads=1, groups=1, state=512)).check("sm_90")
+@pytest.mark.parametrize("sizes", [{"state": 512}, {"seq": 20, "state": 512}, {"head_dim": 320}], ids=str)
+def test_small_calls_that_no_other_kernel_takes_are_planned(sizes):
+    plan_cuda_backward.backward(model(**{"batch": 1, "seq": 128, "heads": 1, "groups": 1, **sizes})).check("sm_90")
 
 
 def test_a_grid_that_no_gpu_takes_is_refused():

@@ -84,7 +84,7 @@ def check_supported(problem: Problem) -> None:
             f"the CUDA C++ kernels take a state size that is a multiple of {STATE_STEP}, at most {MOST_STATE}, got "
             f"{p.state}"
         )
-    if p.seq < SHORTEST_SEQ and not stateless(p):
+    if p.seq < SHORTEST_SEQ and not stateless(p) and p.state <= plan.LARGEST_STATE:
         raise NotImplementedError(
             f"the CUDA C++ kernels take rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones with a state "
             f"are faster in smaller tiles"
@@ -190,7 +190,7 @@ def forward(problem: Problem, config: Split | None = None) -> Plan:
         _check_split(problem, config)
         return _Forward(problem, config).plan()
     chosen = _Forward(problem, split(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS:
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
         raise NotImplementedError(
             f"the CUDA C++ kernels take calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
             f"{chosen.thread_blocks}: smaller ones are left to the cuTile kernels"

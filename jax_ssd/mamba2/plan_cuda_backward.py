@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_ssd.mamba2 import plan
+from jax_ssd.mamba2 import plan, plan_backward
 from jax_ssd.mamba2.plan import scan_operands
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import (
@@ -110,6 +110,11 @@ def _columns(problem: Problem) -> int:
     return MOST_COLUMNS if problem.state % MOST_COLUMNS == 0 else MOST_COLUMNS // 2
 
 
+def cutile_takes(problem: Problem) -> bool:
+    """Whether small calls have other kernels to go to."""
+    return problem.state <= plan.LARGEST_STATE and problem.head_dim <= plan_backward.LARGEST_HEAD_DIM
+
+
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming the limit and the figure."""
     p = problem
@@ -122,7 +127,10 @@ def check_supported(problem: Problem) -> None:
             p.state % WIDTH or p.state > LARGEST_STATE,
             f"a state size that is a multiple of {WIDTH} up to {LARGEST_STATE}, got {p.state}",
         ),
-        (p.seq < SHORTEST_SEQ, f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks"),
+        (
+            p.seq < SHORTEST_SEQ and cutile_takes(p),
+            f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks",
+        ),
         (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
         (p.has_z, "no z: use implementation='cutile', or gate outside"),
         (p.has_runs, "no segment_ids: use implementation='cutile'"),
@@ -145,7 +153,7 @@ def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
                 raise ValueError(f"BackwardBlocks.{name} must be at most {most} here, got {getattr(config, name)}.")
         return _Backward(problem, config).plan()
     chosen = _Backward(problem, backward_blocks(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
+    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and cutile_takes(problem):
         raise NotImplementedError(
             f"the CUDA C++ backward takes calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
             f"{chosen.thread_blocks}: smaller ones are divided finer by implementation='cutile'"

@@ -149,9 +149,26 @@ def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequ
 
     Raises:
       NotImplementedError: the kernels do not serve the problem, with the limit and the figure.
+      ValueError: a `config` that does not divide this problem.
     """
     check_supported(problem)
+    if config is not None:
+        _check_config(problem, config)
     return _Builder(problem, config or heuristic(problem, archs)).plan()
+
+
+def _check_config(problem: Problem, config: BackwardConfig) -> None:
+    p = problem
+    group_heads = p.heads // p.groups
+    if config.parts > group_heads or math.ceil(group_heads / config.parts) * (config.parts - 1) >= group_heads:
+        raise ValueError(
+            f"BackwardConfig.parts must leave heads to each part, got {config.parts} of {group_heads} heads in a group."
+        )
+    if config.warpgroups and not (serves_warpgroups(p) and config.tokens * p.rank == ROWS):
+        raise ValueError(
+            f"BackwardConfig.warpgroups takes a state of {WARPGROUP_STATE}, a head_dim of {WARPGROUP_HEAD_DIM} and "
+            f"{ROWS} rows a chunk (see serves_warpgroups), got {p.state}, {p.head_dim} and {config.tokens * p.rank}."
+        )
 
 
 class _Builder:

@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [
         case for op in options.op or TABLES for case in TABLES[op] if not options.case or case.name in options.case
     ]
+    if not cases:
+        parser.error(f"--op {' '.join(options.op)} has no case {' '.join(options.case)}; leave one of them out")
     print(f"Checking {', '.join(names)} on {jax.default_backend()} against the sequential scan in float64.")
     failures, served = 0, set()
     for case in cases:

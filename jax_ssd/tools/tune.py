@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     made.add_argument("--seconds", type=float, default=100.0, help="after which nothing new is tried for one plan")
     made.add_argument("--output", type=Path, help="file of results (default: JAX_SSD_TUNING_FILE)")
     options = made.parse_args(arguments)
+    if options.arch is not None and not options.dry_run:
+        made.error("--arch is for --dry-run: what is measured is measured on the GPU here")
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
     programs, failed = named_programs(options), 0
     target = {} if options.arch is None else {"target_arch": options.arch}

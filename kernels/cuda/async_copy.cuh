@@ -77,10 +77,6 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // All warps of a warpgroup change how many registers each of their threads has (a multiple of 8, 24 to 240).
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
