@@ -10,7 +10,6 @@ the tolerance or a row that was measured no longer is; a row that the new run di
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("new", type=Path)
     made.add_argument("--tolerance", type=float, default=0.1, help="part by which a ratio may be worse (default 0.1)")
     parsed = made.parse_args(arguments)
-    results = [json.loads(path.read_text()) for path in (parsed.old, parsed.new)]
-    for result in results:
-        report.check(result)
-    lines, worse = compare(*results, parsed.tolerance)
+    lines, worse = compare(report.load(parsed.old, made), report.load(parsed.new, made), parsed.tolerance)
     print("\n".join(lines) or "the old file has no measured row of this library")
     print(f"{worse} of {len(lines)} rows are worse by more than {parsed.tolerance:.0%}.")
     return 1 if worse or not lines else 0

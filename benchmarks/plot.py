@@ -9,7 +9,6 @@ size for each length.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -130,9 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("results", nargs="+", type=Path)
     made.add_argument("--output", type=Path, default=PLOTS, help="folder of the plots (default docs/plots)")
     parsed = made.parse_args(arguments)
-    results = [json.loads(path.read_text()) for path in parsed.results]
+    results = [report.load(path, made) for path in parsed.results]
     for path, result in zip(parsed.results, results, strict=True):
-        report.check(result)
         written = draw(result, parsed.output, path.stem)
         print(*written, sep="\n")
     print(*draw_sweep(results, parsed.output), sep="\n")

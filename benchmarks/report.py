@@ -5,8 +5,8 @@ python -m benchmarks.report FILE.json...     a Markdown table of each, as docs/p
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ def check(result: dict[str, Any]) -> None:
             _check_fields(where, row, _MEASURED)
         elif not row.get("reason"):
             raise ValueError(f"{where}: a row that is {row['status']} must say why in `reason`")
+
+
+def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """A result file; what is none ends the program, with the parser's usage."""
+    try:
+        result = json.loads(path.read_text())
+        check(result)
+    except (OSError, ValueError) as error:
+        parser.error(f"{path}: expected a result of benchmarks.run: {error}")
+    return result
 
 
 def _check_fields(where: str, given: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -203,10 +213,10 @@ def _of_ours(best: dict[str, Any] | None) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    for path in map(Path, sys.argv[1:] if arguments is None else arguments):
-        if not all("case" in row for row in json.loads(path.read_text())["rows"]):
-            raise SystemExit(f"{path}: expected a result of benchmarks.run, whose rows name their case.")
-        print(f"\n{path.name}\n\n{markdown(json.loads(path.read_text()))}")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path)
+    for path in parser.parse_args(arguments).results:
+        print(f"\n{path.name}\n\n{markdown(load(path, parser))}")
 
 
 if __name__ == "__main__":

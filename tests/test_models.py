@@ -136,6 +136,28 @@ def test_bits():
     np.testing.assert_allclose(bits_per_token(sure, targets, mask), 0.0, atol=1e-6)
 
 
+def test_bits_of_targets_that_do_not_fit():
+    logits, targets = jnp.zeros((2, 3, 8)), jnp.zeros((2, 3), jnp.int32)
+    for wrong, mask, error in (
+        (targets[:1], None, ValueError),
+        (targets[:, :0], None, ValueError),
+        (targets.astype(jnp.float32), None, TypeError),
+        (targets, jnp.ones((3,), jnp.bool_), ValueError),
+        (targets, targets, TypeError),
+    ):
+        with pytest.raises(error, match="bits_per_token: "):
+            bits_per_token(logits, wrong, mask)
+
+
+def test_rows_of_one_token_predict_nothing():
+    graphdef, _ = build()
+    optimizer = adamw(1e-3)
+    with pytest.raises(ValueError, match="at least two tokens a row"):
+        make_train_step(graphdef, optimizer)(None, TOKENS[:, :1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="prefill: tokens: .* at least one token"):
+        prefill(nnx.merge(*build()), TOKENS[:, :0])
+
+
 def test_loss_starts_near_uniform():
     graphdef, params = build()
     bits = bits_per_token(logits_of(graphdef, params)[:, :-1], TOKENS[:, 1:])

@@ -95,7 +95,7 @@ def mamba2(
     Args:
       x: [..., seq, heads, head_dim], bfloat16, float16, float32 or (x64, not on kernels) float64. Any number of leading
         batch axes, and any length of any axis, zero included.
-      dt: [..., seq, heads], time step before bias, softplus and clamp; x's type or float32.
+      dt: [..., seq, heads], time step before bias, softplus and clamp; x's type, or float32 unless x is float64.
       A: [heads], any float type; log decay per unit of dt, normally negative. exp(A s) multiplies the state.
       B: [..., seq, groups, state], x's type; groups divides heads.
       C: [..., seq, groups, state], x's type.
@@ -219,7 +219,7 @@ def mamba2_step(
       state: [..., heads, head_dim, state], float32 (recommended) or a 16-bit float type, which the new state keeps. The
         arithmetic is float32 either way; a 16-bit state loses small additions.
       x: [..., heads, head_dim], bfloat16, float16, float32 or (not on kernels) float64.
-      dt: [..., heads], x's type or float32.
+      dt: [..., heads], x's type, or float32 unless x is float64.
       A: [heads].
       B: [..., groups, state], x's type.
       C: [..., groups, state], x's type.

@@ -69,7 +69,16 @@ def prefill(
 
     Returns:
       The carry after the prompt and the logits ``[..., vocab_size]`` for the token that follows it.
+
+    Raises:
+      ValueError: ``tokens`` has no token.
     """
+    tokens = shapes.as_array("prefill", "tokens", tokens)
+    if tokens.ndim == 0 or tokens.shape[-1] == 0:
+        raise ValueError(
+            f"prefill: tokens: expected [..., seq] with at least one token, got shape {tokens.shape}; "
+            "model.initialize_carry gives the carry before the first token."
+        )
     logits, carry = model(tokens, segment_ids=segment_ids, return_carry=True)
     return carry, logits[..., -1, :]
 

@@ -150,6 +150,9 @@ class LanguageModel(nnx.Module):
     ) -> jax.Array | tuple[jax.Array, Carry]:
         """Logits for a whole sequence; the keywords are those of ``jax_ssd.flax.nnx.Mamba2``.
 
+        Ids outside of the vocabulary are not noticed: as in every lookup of JAX, the nearest row is taken, or one that
+        is counted from the end.
+
         A model of Mamba-3 blocks takes no segment_ids (NotImplementedError).
         """
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
@@ -206,7 +209,25 @@ def bits_per_token(logits: jax.Array, targets: jax.Array, mask: jax.Array | None
       logits: ``[..., seq, vocab_size]``.
       targets: ``[..., seq]`` integers, the token that each position should have predicted.
       mask: ``[..., seq]`` bool, positions that count; None counts all. At least one must count.
+
+    Ids are not compared with the vocabulary: a target outside of it gives NaN.
+
+    Raises:
+      ValueError: targets or mask are not of the logits' shape, or there is no position.
+      TypeError: targets are not integers, or the mask is not bool.
     """
+    positions = logits.shape[:-1]
+    if targets.shape != positions or targets.size == 0:
+        raise ValueError(
+            f"bits_per_token: targets: expected one for each position of the logits {positions} and at least one, got "
+            f"shape {targets.shape}."
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"bits_per_token: targets: expected token ids, integers, got {targets.dtype.name}.")
+    if mask is not None and mask.shape != positions:
+        raise ValueError(f"bits_per_token: mask: expected the shape of the targets {positions}, got {mask.shape}.")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"bits_per_token: mask: expected bool, got {mask.dtype.name}.")
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     bits = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0] / jnp.float32(math.log(2))
     return jnp.mean(bits, where=mask)

@@ -64,7 +64,8 @@ def make_train_step(
         None under jit, also with sharded arrays.
 
     Returns:
-      ``step(state, tokens [batch, seq + 1]) -> (state, loss)`` with the loss in bits per token before the update.
+      ``step(state, tokens [batch, seq + 1]) -> (state, loss)`` with the loss in bits per token before the update. It
+      raises ValueError for rows of fewer than two tokens.
     """
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -72,6 +73,11 @@ def make_train_step(
         return bits_per_token(model(tokens[:, :-1]), tokens[:, 1:])
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        if tokens.ndim < 2 or tokens.shape[-1] < 2:
+            raise ValueError(
+                "make_train_step: tokens: expected [batch, seq + 1] with at least two tokens a row, since each predicts "
+                f"the next, got {tokens.shape}."
+            )
         params = state.params
         if axis_name is not None and axis_name in manual_axes.varying(tokens):
             # Else shard_map, where its checks are on, adds the gradients of replicated parameters up over the shards.
