@@ -75,8 +75,8 @@ def make_train_step(
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         if tokens.ndim < 2 or tokens.shape[-1] < 2:
             raise ValueError(
-                "make_train_step: tokens: expected [batch, seq + 1] with at least two tokens a row, since each predicts "
-                f"the next, got {tokens.shape}."
+                "make_train_step: tokens: expected [batch, seq + 1] with at least two tokens a row, the last of which "
+                f"is only a target, got {tokens.shape}."
             )
         params = state.params
         if axis_name is not None and axis_name in manual_axes.varying(tokens):
