@@ -63,6 +63,13 @@ __device__ __forceinline__ void copy_out(const TensorMap& map, int c0, int c1, i
       : "memory");
 }
 
+// So many bytes, a multiple of 16, to shared memory as they lie; the barrier is told.
+__device__ __forceinline__ void copy_line_in(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until at most `Pending` of this thread's groups still read shared memory.

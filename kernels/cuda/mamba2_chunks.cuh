@@ -28,13 +28,6 @@ struct Sizes {
   __device__ size_t padded() const { return size_t(chunks) * TOKENS; }
 };
 
-// So many bytes, a multiple of 16, as they lie in memory.
-__device__ __forceinline__ void copy_line_in(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // Rounds rows l/4 and l/4 + 8 (of lane l) of a warp's accumulators to T and stores them where `upper` and `lower` say.
 template <typename T, int Columns>
 __device__ __forceinline__ void store_rows(const float (&d)[Columns / 2], T* upper, T* lower, bool has_upper,

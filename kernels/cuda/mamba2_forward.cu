@@ -24,6 +24,7 @@
 #include "decay.cuh"
 #include "numbers16.cuh"
 #include "shared_memory.cuh"
+#include "values.cuh"
 #include "wgmma.cuh"
 
 using namespace jax_ssd;
@@ -73,10 +74,6 @@ constexpr int PART = (Z::STATE + 64 * S::PARTS - 1) / (64 * S::PARTS) * 64;
 
 // The first lane's value, which the compiler then knows to be the same in all lanes.
 __device__ __forceinline__ int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 
 // What the decays of one block make of a chunk. Where only end states are wanted, the first two are not, and the others
 // count to the segment's end.

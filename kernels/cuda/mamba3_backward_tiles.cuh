@@ -13,6 +13,7 @@
 #include "async_copy.cuh"
 #include "decay.cuh"
 #include "fragments.cuh"
+#include "gates.cuh"
 #include "mamba3_phase.cuh"
 #include "wgmma.cuh"
 
@@ -45,16 +46,6 @@ constexpr int kPanel = 8192;  // bytes
 
 // Lanes know that all of them have the same.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
-
-// By the hardware, within 2**-11: enough where a number of 16 bits is made of it, or a sum of such.
-__device__ __forceinline__ float tanh_fast(float x) {
-  float r;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
-// silu(x) from x / 2.
-__device__ __forceinline__ float silu_of_half(float half) { return half + half * tanh_fast(half); }
 
 __device__ __forceinline__ void unpack8(uint4 words, float (&x)[8]) {
   const unsigned word[4] = {words.x, words.y, words.z, words.w};
@@ -140,13 +131,6 @@ __device__ __forceinline__ void share_sums(float* x) {
     }
     share_sums<Count / 2, Offset / 2, Last>(x);
   }
-}
-
-// A copy of so many bytes, a multiple of 16, to shared memory; the barrier is told.
-__device__ __forceinline__ void copy_line_in(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
 }
 
 // Brings the line at an address, or so many bytes, a multiple of 16, to the L2 cache: copies come from there sooner.

@@ -1,6 +1,7 @@
 // What is made of the output of a Mamba-3 head: pairs of values, gates, the fold of ranks.
 #pragma once
 
+#include "gates.cuh"
 #include "mamba3_products.cuh"
 
 namespace jax_ssd {
@@ -15,16 +16,11 @@ __device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
 __device__ __forceinline__ unsigned pair_of(float a, float b, unsigned) { return bfloat16_pair(a, b); }
 __device__ __forceinline__ float2 pair_of(float a, float b, float2) { return make_float2(a, b); }
 
-// v sigmoid(v), by the hardware's tanh within 2**-12 of v where a 16-bit number is made of it.
-__device__ __forceinline__ float silu_of_double(float half) {  // of twice the number
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(half));
-  return half + half * t;
-}
+// By the hardware where a 16-bit number is made of it.
 template <bool Exact>
 __device__ __forceinline__ float silu(float v) {
   if constexpr (Exact) return v / (1.0f + expf(-v));
-  return silu_of_double(0.5f * v);
+  return silu_of_half(0.5f * v);
 }
 
 // What a thread gates and folds of the output: two neighbouring columns of some tokens.
@@ -81,8 +77,8 @@ struct OutputStage {
           load_pair(x, o + (i * kTogether * S::kRank + rank) * H::kOutStride);
           x[0] *= by[rank][0], x[1] *= by[rank][1];
           if constexpr (O::kGate) {
-            x[0] *= silu_of_double(gate[0] * opened[rank][0]);
-            x[1] *= silu_of_double(gate[1] * opened[rank][1]);
+            x[0] *= silu_of_half(gate[0] * opened[rank][0]);
+            x[1] *= silu_of_half(gate[1] * opened[rank][1]);
           }
           if (kKeeps && is_there) {
             *reinterpret_cast<unsigned*>(to + i * (kTogether * kToken) + rank * (S::kHeads * S::kHeadDim)) =

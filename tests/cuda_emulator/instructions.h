@@ -285,7 +285,6 @@ inline void setmaxnreg_dec_sync_aligned_u32(int count) { own_block().registers[c
 
 // What changes no number.
 
-inline void prefetch_tensormap(const void*) {}
 inline void prefetch_global_L2(const void*) {}
 inline void cp_async_bulk_prefetch_L2_global(const void* from, unsigned bytes) {
   if (bytes % 16) fail_f("a bulk prefetch of %u bytes, no multiple of 16", bytes);
