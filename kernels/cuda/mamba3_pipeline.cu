@@ -28,6 +28,12 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
   return (descriptor & 0xffffffff00000000ull) | low;
 }
 
+// A descriptor in registers that the warp has in common, where products want it: what is added to it stays there, while
+// one of a thread's own registers is moved there word by word for each product.
+__device__ __forceinline__ unsigned long long common(unsigned long long descriptor) {
+  return descriptor & 0xffffffff00000000ull | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
+}
+
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
 template <class S_, int Tokens, int Groups, class O_, bool Ends>
 struct PipelineShape {
@@ -268,8 +274,8 @@ struct Pipeline {
       if constexpr (H::kEnds) {
         decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
       }
-      const auto v_columns = column_descriptor(kept_values(turn).base, 0);
-      const auto k_columns = column_descriptor(keys(turn).base, H::Keys::kPanelBytes);
+      const auto v_columns = common(column_descriptor(kept_values(turn).base, 0));
+      const auto k_columns = common(column_descriptor(keys(turn).base, H::Keys::kPanelBytes));
       pin(s);
       wgmma_fence();
 #pragma unroll
@@ -332,7 +338,7 @@ struct Pipeline {
 
   // Scores, then the part of the output that comes from the state.
   __device__ __forceinline__ void start_products(float (&d)[64], int turn) const {
-    const auto q_rows = row_descriptor(queries(turn).base), k_rows = row_descriptor(keys(turn).base);
+    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < S::kState; n += 16) {
@@ -358,7 +364,7 @@ struct Pipeline {
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = d[32 + i] * (i % 4 < 2 ? up : low);
     pin(o);
-    const auto v_columns = column_descriptor(values(turn).base, 0);
+    const auto v_columns = common(column_descriptor(values(turn).base, 0));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

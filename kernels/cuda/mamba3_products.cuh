@@ -36,6 +36,21 @@ __device__ __forceinline__ unsigned plus_zero_times(unsigned sum, unsigned pair)
   return sum;
 }
 
+// The thread's part of an operand of 8 x 8 ones and zeros, see `add_pairs`.
+__device__ __forceinline__ unsigned identity_tile() {
+  const int column = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+  return column == row ? 0x3f80u : column == row + 1 ? 0x3f800000u : 0u;
+}
+
+// d = the four bfloat16 of two words + c: a product with the identity is one instruction, where unpacking and adding
+// are eight. The words of the lanes from a multiple of four on are rows of 8: a NaN or an infinity in the first word
+// makes them all NaN, and in the second one.
+__device__ __forceinline__ void add_pairs(float* d, const unsigned* words, unsigned identity, const float* c) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(words[0]), "r"(words[1]), "r"(identity), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
 __device__ __forceinline__ void store_shared(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

@@ -19,6 +19,7 @@ struct RowStage {
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
   Unit<S> bias[kUnits];
+  unsigned identity;
   unsigned raw[2][kUnits][4];
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
@@ -28,7 +29,8 @@ struct RowStage {
   static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
 
   // biases: [rank][state] of the head. rows: [token][rank][groups][state], at the first token and the head's group.
-  __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows) : from(rows + lane() * kWidth) {
+  __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows)
+      : identity(identity_tile()), from(rows + lane() * kWidth) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + first_row() % S::kRank * S::kState, lane() + 8 * i);
   }
@@ -67,12 +69,9 @@ struct RowStage {
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
           const int unit = lane() + 8 * i;
-          Unit<S> x = bias[i];
+          Unit<S> x;
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            x.v[2 * e] += low_of_pair(raw[j][i][e]);
-            x.v[2 * e + 1] += high_of_pair(raw[j][i][e]);
-          }
+          for (int e = 0; e < 8; e += 4) add_pairs(x.v + e, raw[j][i] + e / 2, identity, bias[i].v + e);
           if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
           if (token_of(j) == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
           unsigned words[4];
@@ -140,6 +139,7 @@ struct ValueStage {
   static constexpr bool kWeighted = H::O::kWeighted;
   static constexpr int kApart = H::kValueThreads / 8, kOwn = H::kRows / kApart;
   static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
+  unsigned identity;
   uint4 raw[kOwn];
   const __nv_bfloat16* from;  // of the next chunk
 
@@ -148,7 +148,7 @@ struct ValueStage {
 
   // v: at the first token and the head.
   __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
-      : from(v + first_row() / S::kRank * (S::kHeads * S::kHeadDim) + column()) {}
+      : identity(identity_tile()), from(v + first_row() / S::kRank * (S::kHeads * S::kHeadDim) + column()) {}
 
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
@@ -167,6 +167,7 @@ struct ValueStage {
   __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
                                         const float* mimo_v, const float* kept, int* bad) {
     const unsigned base = values.address(first_row(), column()), apart = kept_values.base - values.base;
+    const float none[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float weights[8];
     if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
     bool found = false;
@@ -178,9 +179,12 @@ struct ValueStage {
         const float keep = kept[token];
         const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         unsigned words[4], kept_words[4], probe = 0;
+        float v[8];
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) add_pairs(v + e, pairs + e / 2, identity, none);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float low = low_of_pair(pairs[e]), high = high_of_pair(pairs[e]);
+          float low = v[2 * e], high = v[2 * e + 1];
           if constexpr (kWeighted) low *= weights[2 * e], high *= weights[2 * e + 1];
           words[e] = kWeighted ? bfloat16_pair(low, high) : pairs[e];
           kept_words[e] = bfloat16_pair(keep * low, keep * high);

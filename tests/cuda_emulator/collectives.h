@@ -132,6 +132,20 @@ inline unsigned ballot(const char* what, unsigned mask, bool vote) {
   return own.result;
 }
 
+inline unsigned reduce_or(const char* what, unsigned mask, unsigned value) {
+  struct Operands {
+    unsigned value, result;
+  } own{value, 0};
+  meet_warp(what, mask, own, [](Operands** all) {
+    unsigned result = 0;
+    for (int i = 0; i < WARP; ++i) result |= all[i] ? all[i]->value : 0;
+    for (int i = 0; i < WARP; ++i) {
+      if (all[i]) all[i]->result = result;
+    }
+  });
+  return own.result;
+}
+
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::block_barrier(0, 0, 0, "__syncthreads"); }
@@ -157,6 +171,9 @@ T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
   return emulator::shuffle("__shfl_xor_sync", mask, value, width, [=](int lane) { return lane ^ bits; });
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  return emulator::reduce_or("__reduce_or_sync", mask, value);
 }
 inline unsigned __ballot_sync(unsigned mask, int vote) { return emulator::ballot("__ballot_sync", mask, vote != 0); }
 inline int __any_sync(unsigned mask, int vote) { return emulator::ballot("__any_sync", mask, vote != 0) != 0; }

@@ -70,6 +70,11 @@ inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float
                                                                 unsigned b1, float c0, float c1, float c2, float c3) {
   mma_16<Bfloat16>("mma.m16n8k16 bf16", d0, d1, d2, d3, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});
 }
+inline void mma_sync_aligned_m16n8k8_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
+                                                               unsigned a1, unsigned b0, float c0, float c1, float c2,
+                                                               float c3) {
+  mma_16<Bfloat16>("mma.m16n8k8 bf16", d0, d1, d2, d3, {a0, a1, 0, 0}, {b0, 0}, {c0, c1, c2, c3});
+}
 inline void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, unsigned a0,
                                                               unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                                                               unsigned b1, float c0, float c1, float c2, float c3) {
