@@ -21,8 +21,8 @@ VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
 LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
 PIPELINE_STATES = (64, 128)
-PIPELINE_ROWS = 64
-TURNS_AROUND = 4  # chunks that a block of the pipeline is under way before the first and after the last
+PIPELINE_ROWS, PIPELINE_RANK = 64, 16
+TURNS_AROUND = 3  # chunks that a block of the pipeline is under way before the first and after the last
 ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
@@ -126,6 +126,7 @@ def _fits_pipeline(problem: Problem) -> bool:
         and p.state in PIPELINE_STATES
         and 32 < p.head_dim <= 64
         and tokens * p.rank == PIPELINE_ROWS
+        and p.rank <= PIPELINE_RANK
         and pipeline_memory(p, tokens, False) <= MAX_SHARED_MEMORY["sm_90"]
     )
 
@@ -190,13 +191,13 @@ def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
 def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
     """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there."""
     p = problem
-    rows, values, out = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64), PIPELINE_ROWS * 72 * 4
+    rows, values = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64)
     table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
-    parameters = (1 if ends else 3) * p.rank * p.head_dim + 64
-    words = (table, table, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
-    if not ends and p.rank > 1:
-        words += (tokens * tokens,) * 2
-    return 2 * (rows + values + (0 if ends else 2 * rows + values + out)) + sum(_up(4 * count, 16) for count in words)
+    parameters = p.rank * p.head_dim + 64
+    norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
+    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
+    tiles = 2 * (rows + values) + (0 if ends else 2 * (2 * rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS))
+    return tiles + sum(_up(4 * count, 16) for count in words)
 
 
 class _Forward:

@@ -29,8 +29,7 @@ struct Chunks {
   __device__ __forceinline__ Chunk after() const { return of_turn(turn - 1); }
   __device__ __forceinline__ Chunk next() const { return of_turn(turn - 2); }
   __device__ __forceinline__ Chunk now() const { return of_turn(turn - 3); }
-  __device__ __forceinline__ Chunk before() const { return of_turn(turn - 4); }
-  __device__ __forceinline__ bool any() const { return start + (turn - 4) * Tokens < limit; }
+  __device__ __forceinline__ bool any() const { return start + (turn - 3) * Tokens < limit; }
   __device__ __forceinline__ void pass() { ++turn; }
 };
 
@@ -39,13 +38,13 @@ template <int Tokens>
 struct Chunks<Tokens, true> {
   const int* bounds;
   int sequences, seq, limit, turn;
-  Chunk all[5];
+  Chunk all[4];
   Place place;
 
   __device__ Chunks(const int* bounds, int sequences, int seq, const Place& place, int start, int limit)
       : bounds(bounds), sequences(sequences), seq(seq), limit(limit), turn(0), place(place) {
 #pragma unroll
-    for (int i = 1; i < 5; ++i) all[i] = Chunk{0, 0, 0, 0, 0};
+    for (int i = 1; i < 4; ++i) all[i] = Chunk{0, 0, 0, 0, 0};
     all[0] = from(start);
   }
   __device__ __forceinline__ Chunk from(int t) {
@@ -56,13 +55,12 @@ struct Chunks<Tokens, true> {
   __device__ __forceinline__ const Chunk& after() const { return all[1]; }
   __device__ __forceinline__ const Chunk& next() const { return all[2]; }
   __device__ __forceinline__ const Chunk& now() const { return all[3]; }
-  __device__ __forceinline__ const Chunk& before() const { return all[4]; }
   __device__ __forceinline__ bool any() const {
-    return (all[0].count | all[1].count | all[2].count | all[3].count | all[4].count) > 0;
+    return (all[0].count | all[1].count | all[2].count | all[3].count) > 0;
   }
   __device__ __forceinline__ void pass() {
 #pragma unroll
-    for (int i = 4; i > 0; --i) all[i] = all[i - 1];
+    for (int i = 3; i > 0; --i) all[i] = all[i - 1];
     ++turn;
     all[0] = from(all[1].t + all[1].count);
   }

@@ -34,6 +34,8 @@ struct Shape {
   static constexpr int kWidth = kColumns / kTeams;
   static constexpr int kState = padded(S::kState, 16);
   // A warp holds 16 rows of the state, and all of its columns or, if there are fewer row tiles than warps, a part.
+  static constexpr int kHolders = kThreads;
+  static constexpr bool kPairedRows = false;
   static constexpr int kTiles = kColumns / 16, kParts = 4 * kTeams / kTiles;
   static constexpr int kHeld = (kState / 16 + kParts - 1) / kParts * 16;
   static constexpr int kSizeState = kHeld / 2, kSizeScores = T::kRows / 2, kSizeOut = kWidth / 2;  // accumulators

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gates.cuh"
-#include "mamba3_products.cuh"
+#include "mamba3_rows.cuh"
 
 namespace jax_ssd {
 
@@ -23,86 +23,93 @@ __device__ __forceinline__ float silu(float v) {
   return silu_of_half(0.5f * v);
 }
 
-// What a thread gates and folds of the output: two neighbouring columns of some tokens.
+// What a thread gates and folds of the output, columns of the head in rows: two neighbouring ones, of its own tokens
+// and ranks (see `RowOrder`).
 template <class H>
 struct OutputStage {
   using S = typename H::S;
   using O = typename H::O;
-  static constexpr int kPairs = S::kHeadDim / 2, kTogether = 128 / kPairs;
-  static constexpr int kTurns = (H::kTokens + kTogether - 1) / kTogether, kAtOnce = (kTurns + 3) / 4;
+  using Order = RowOrder<S::kRank>;
+  static constexpr int kTogether = Order::kTogether;
   static constexpr bool kKeeps = O::kWeighted && !O::kFolds;  // the ranks
-  static constexpr int kToken = (kKeeps ? S::kRank : 1) * S::kHeads * S::kHeadDim;
-  unsigned gates[kTurns];
-  const __nv_bfloat16* z;  // of the next chunk to load, and to store
+  static constexpr int kLine = S::kHeads * S::kHeadDim, kToken = (kKeeps ? S::kRank : 1) * kLine;
+  unsigned gates[Order::kOwn];
+  float scale[kTogether][2], opening[kTogether][2];  // by which outputs and halves of gates are multiplied
+  const __nv_bfloat16* z;                            // of the next chunk to load, and to store
   __nv_bfloat16* y;
 
-  static __device__ __forceinline__ int column() { return threadIdx.x % 128 % kPairs * 2; }
-  static __device__ __forceinline__ int first_token() { return threadIdx.x % 128 / kPairs; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 128 / 4 * 2; }
+  static __device__ __forceinline__ bool is_there() { return column() < S::kHeadDim; }
 
-  // At the first token and the head, of its first rank if ranks are kept.
-  __device__ __forceinline__ OutputStage(const __nv_bfloat16* z, __nv_bfloat16* y)
-      : z(z + first_token() * (S::kHeads * S::kHeadDim) + column()), y(y + first_token() * kToken + column()) {}
+  // At the first token and the head, of its first rank if ranks are kept. mimo_o, mimo_z: [rank][head_dim] of the head.
+  __device__ __forceinline__ OutputStage(const __nv_bfloat16* z, __nv_bfloat16* y, const float* mimo_o,
+                                         const float* mimo_z, const float* norm_weight)
+      : z(z + column()), y(y + column()) {
+#pragma unroll
+    for (int rank = 0; rank < kTogether; ++rank) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int p = is_there() ? column() + e : 0, ranked = Order::own_rank(rank) * S::kHeadDim + p;
+        const float norm = O::kNorm ? norm_weight[p] : 1.0f;
+        scale[rank][e] = O::kFolds ? norm * mimo_o[ranked] : norm;
+        opening[rank][e] = O::kWeighted && O::kGate ? 0.5f * mimo_z[ranked] : 0.5f;
+      }
+    }
+  }
 
   __device__ __forceinline__ void load(int count) {
+    if constexpr (!O::kGate) return;
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      if (first_token() < kTogether && first_token() + i * kTogether < count) {
-        gates[i] = *reinterpret_cast<const unsigned*>(z + i * (kTogether * S::kHeads * S::kHeadDim));
-      }
+    for (int i = 0; i < Order::kOwn; ++i) {
+      const int token = Order::own_token(i);
+      if (token < count && is_there()) gates[i] = *reinterpret_cast<const unsigned*>(z + token * kLine);
     }
-    z += (long long)count * (S::kHeads * S::kHeadDim);
+    z += (long long)count * kLine;
   }
 
-  // o: [row][kOutStride]. scale, opening: [rank][head_dim] by which outputs and halves of gates are multiplied.
-  __device__ __forceinline__ void store(int count, const float* o, const float* scale, const float* opening) {
-    const int c = column();
-    o += first_token() * S::kRank * H::kOutStride + c;
-    float by[S::kRank][2], opened[S::kRank][2];
+  // What the outputs are multiplied by. It overwrites nothing that the products of `o` need.
+  __device__ __forceinline__ void make_gates(float (&by)[32]) const {
 #pragma unroll
-    for (int rank = 0; rank < S::kRank; ++rank) {
-      load_pair(by[rank], scale + rank * S::kHeadDim + c);
-      if constexpr (O::kGate) load_pair(opened[rank], opening + rank * S::kHeadDim + c);
+    for (int i = 0; i < 32; ++i) {
+      const int half = i / 2 % 2, own = i / 4 * 2 + i % 2, rank = own % kTogether;
+      by[i] = scale[rank][half];
+      if constexpr (O::kGate) {
+        const unsigned gate = gates[own / kTogether];
+        by[i] *= silu_of_half((half ? high_of_pair(gate) : low_of_pair(gate)) * opening[rank][half]);
+      }
     }
-    __nv_bfloat16* to = y;
-#pragma unroll 1
-    for (int token = first_token(); token < count && first_token() < kTogether; token += kAtOnce * kTogether) {
+  }
+
+  __device__ __forceinline__ void store(int count, const float (&o)[32], const float (&by)[32]) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float total[2] = {0.0f, 0.0f};
-        const float gate[2] = {low_of_pair(gates[i]), high_of_pair(gates[i])};
-        const bool is_there = kAtOnce == 1 || token + i * kTogether < count;
+    for (int i = 0; i < Order::kOwn; ++i) {
+      const int token = Order::own_token(i);
+      float total[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int rank = 0; rank < S::kRank; ++rank) {
-          float x[2];
-          load_pair(x, o + (i * kTogether * S::kRank + rank) * H::kOutStride);
-          x[0] *= by[rank][0], x[1] *= by[rank][1];
-          if constexpr (O::kGate) {
-            x[0] *= silu_of_half(gate[0] * opened[rank][0]);
-            x[1] *= silu_of_half(gate[1] * opened[rank][1]);
-          }
-          if (kKeeps && is_there) {
-            *reinterpret_cast<unsigned*>(to + i * (kTogether * kToken) + rank * (S::kHeads * S::kHeadDim)) =
+      for (int rank = 0; rank < kTogether; ++rank) {
+        const int own = i * kTogether + rank, at = own / 2 * 4 + own % 2;
+        const float x[2] = {o[at] * by[at], o[at + 2] * by[at + 2]};
+        if constexpr (kKeeps) {
+          if (token < count && is_there()) {
+            *reinterpret_cast<unsigned*>(y + token * kToken + Order::own_rank(rank) * kLine) =
                 bfloat16_pair(x[0], x[1]);
           }
-          total[0] += x[0];
-          total[1] += x[1];
         }
-        if (!kKeeps && is_there) {
-          *reinterpret_cast<unsigned*>(to + i * (kTogether * kToken)) = bfloat16_pair(total[0], total[1]);
+        total[0] += x[0];
+        total[1] += x[1];
+      }
+      if constexpr (!kKeeps) {
+#pragma unroll
+        for (int other = 1; other < Order::kLanes; other *= 2) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) total[e] += __shfl_xor_sync(~0u, total[e], other);
+        }
+        if (threadIdx.x % Order::kLanes == 0 && token < count && is_there()) {
+          *reinterpret_cast<unsigned*>(y + token * kToken) = bfloat16_pair(total[0], total[1]);
         }
       }
-#pragma unroll
-      for (int i = 0; i + kAtOnce < kTurns; ++i) gates[i] = gates[i + kAtOnce];
-      o += kAtOnce * kTogether * S::kRank * H::kOutStride;
-      to += kAtOnce * kTogether * kToken;
     }
     y += (long long)count * kToken;
-  }
-
- private:
-  static __device__ __forceinline__ void load_pair(float (&to)[2], const float* from) {
-    const float2 pair = *reinterpret_cast<const float2*>(from);
-    to[0] = pair.x, to[1] = pair.y;
   }
 };
 

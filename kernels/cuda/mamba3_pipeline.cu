@@ -1,21 +1,24 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
 // mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
-//   warpgroup 0      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; gates and folds the output of the
-//                    chunk before
-//   warpgroup 1      multiplies the chunk's queries with keys and state, then weighted scores with values; makes the
-//                    schedule of the second next chunk
-//   warpgroups 2, 3  rotate keys and queries and weigh pairs of tokens of the next chunk
-//   warpgroup 4      expands values of the next chunk; without it 2 and 3 do
-// Rotations of the second next chunk are made by 0 and 1, or by 4, alone or with 1. All meet once per chunk, at a
-// barrier. What one hands to another lies in shared memory twice, schedules four times. Loops stay rolled where they
-// can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the ends of segments
-// the same block walks without queries and output.
+//   warpgroup 0      multiplies the chunk's queries with keys and state, then weighted scores with values, transposed:
+//                    rows are columns of the head. Gates and folds the output; makes the schedule of the second next
+//                    chunk
+//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; makes rotations of the second
+//                    next chunk
+//   warpgroups 2, 3  rotate keys and queries of the next chunk
+//   warpgroup 4      expands values of the next chunk, without it 2 and 3 do; makes rotations with 1
+// All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
+// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
+// time. To the ends of segments the same block walks without queries and output.
+//
+// Keys and queries are not looked at whether they are finite: weights that are zero for later tokens' keys are zeros
+// whatever the scores are, so that a NaN reaches its own token and, through the state, those after it.
 
 #include "async_copy.cuh"
 #include "mamba3_chunks.cuh"
 #include "mamba3_output.cuh"
-#include "mamba3_pairs.cuh"
+#include "mamba3_rows.cuh"
 #include "mamba3_stages.cuh"
 #include "mamba3_state.cuh"
 #include "wgmma.cuh"
@@ -44,31 +47,30 @@ struct PipelineShape {
   static constexpr int kGroups = Groups, kThreads = 128 * Groups, kStagers = 256;
   static constexpr int kValueThreads = Groups == 5 ? 128 : kStagers;
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
-  static constexpr bool kFifthRotatesAlone = Groups == 5 && S::kRank == 1 && !Ends;
-  static constexpr int kRotators = kFifthRotatesAlone ? 128 : 256;
+  static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
   static __device__ constexpr bool rotates(int group) {
-    return Groups == 5 ? group == 4 || (group == 1 && !kFifthRotatesAlone) : group < 2;
+    return group == 1 || group == 4 || (group == 0 && Groups == 4 && Ends);
   }
-  static constexpr int kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
-  static constexpr int kOutStride = kColumns + 8;  // words: so the accumulators of a warp do not meet in a bank
+  static constexpr int kHolders = 128, kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
+  static constexpr bool kPairedRows = true;
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
-  // Keys, and below them the state that goes with them: queries are multiplied with both at once.
+  using Scores = Matrix<__nv_bfloat16, kRows, kRows>;
+  // Keys, and below them the state that goes with them.
   using Keys = Matrix<__nv_bfloat16, kRows + (Ends ? 0 : kColumns), S::kState>;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
-  using Pairs = PairWeights<S, kRows, kTokens>;
 
-  static constexpr int kOut = kRows * kOutStride * 4, kTable = padded(Table::kBytes, 16),
-                       kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16);
+  static constexpr int kTable = padded(Table::kBytes, 16), kWeights = padded(sizeof(Weights), 16),
+                       kGiven = padded(sizeof(Given), 16), kNorms = O::kNorm && !Ends ? 4 * kRows * 4 : 0;
   static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Keys::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
                        kQueriesAt = kValuesAt + (Ends ? 0 : 2 * Values::kBytes),
-                       kOutAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
-                       kTableAt = kOutAt + (Ends ? 0 : 2 * kOut), kPairsAt = kTableAt + 2 * kTable,
-                       kWeightsAt = kPairsAt + (Ends ? 0 : 2 * Pairs::kBytes), kGivenAt = kWeightsAt + 4 * kWeights,
-                       kParametersAt = kGivenAt + 2 * kGiven,
-                       kLostAt = kParametersAt + padded((Ends ? 1 : 3) * S::kRank * S::kHeadDim * 4 + 256, 16),
+                       kScoresAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
+                       kTableAt = kScoresAt + (Ends ? 0 : Scores::kBytes), kNormsAt = kTableAt + 2 * kTable,
+                       kWeightsAt = kNormsAt + kNorms, kGivenAt = kWeightsAt + 4 * kWeights,
+                       kValueWeightsAt = kGivenAt + 2 * kGiven,
+                       kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4 + 256, 16),
                        kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
@@ -79,7 +81,6 @@ struct Pipeline {
   using S = typename H::S;
   using O = typename H::O;
   using Value = __nv_bfloat16;
-  using Pairs = typename H::Pairs;
   static constexpr int kTokens = H::kTokens;
 
   const Arrays<S>& in;
@@ -108,9 +109,6 @@ struct Pipeline {
   __device__ __forceinline__ typename H::Table table(int turn) const {
     return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
   }
-  __device__ __forceinline__ float* pairs(int turn) const {
-    return reinterpret_cast<float*>(memory + H::kPairsAt + turn % 2 * Pairs::kBytes);
-  }
   __device__ __forceinline__ typename H::Weights& weights(int turn) const {
     return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
   }
@@ -121,13 +119,10 @@ struct Pipeline {
     return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * padded(kTokens * 4, 16));
   }
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
-  // What values, outputs and halves of gates are multiplied by, [rank][head_dim] each.
-  __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kParametersAt); }
-  __device__ __forceinline__ float* scale() const { return mimo_v() + S::kRank * S::kHeadDim; }
-  __device__ __forceinline__ float* opening() const { return scale() + S::kRank * S::kHeadDim; }
-  __device__ __forceinline__ float* out(int turn) const {  // [row][kOutStride]
-    return reinterpret_cast<float*>(memory + H::kOutAt + turn % 2 * H::kOut);
-  }
+  // What values are multiplied by, [rank][head_dim].
+  __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
+  // Parts of sums of squares, [warp][row].
+  __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
 
   __device__ __forceinline__ long long head() const { return (long long)place.row * S::kHeads + place.head; }
   __device__ __forceinline__ long long parameter_row() const { return O::kSharedParams ? place.head : head(); }
@@ -173,7 +168,7 @@ struct Pipeline {
 
   // ---- rotations, by the warpgroups that PipelineShape says ----
 
-  using Walk = PhaseWalk<S, kTokens, H::kRotators, 8>;
+  using Walk = PhaseWalk<S, kTokens, H::kRotators, H::kRotators / 32>;
 
   __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
@@ -220,12 +215,141 @@ struct Pipeline {
 
   // ---- warpgroup 0 ----
 
+  // Divides columns, outputs of a token and rank, by their root mean square. Four threads have two columns each, of the
+  // other rows of 16 their neighbours and of the others other warps.
+  __device__ __forceinline__ void normalize(float (&o)[32], float eps) const {
+    const int thread = threadIdx.x % 128, warp = thread / 32, column = thread % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float sums[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        sums[b] = o[4 * j + b] * o[4 * j + b] + o[4 * j + 2 + b] * o[4 * j + 2 + b];
+#pragma unroll
+        for (int other = 4; other <= 16; other *= 2) sums[b] += __shfl_xor_sync(~0u, sums[b], other);
+      }
+      float2* to = reinterpret_cast<float2*>(norms() + warp * H::kRows + 8 * j + column);
+      if (thread % 32 < 4) *to = make_float2(sums[0], sums[1]);
+    }
+    named_barrier(2, 128);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const float2 pair = *reinterpret_cast<const float2*>(norms() + part * H::kRows + 8 * j + column);
+        sums[0] += pair.x, sums[1] += pair.y;
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float by = 1.0f / sqrtf(sums[b] * (1.0f / S::kHeadDim) + eps);
+        o[4 * j + b] *= by, o[4 * j + 2 + b] *= by;
+      }
+    }
+  }
+
+  // Scores, queries in rows, then, transposed, the part of the output that comes from the state.
+  __device__ __forceinline__ void start_products(float (&m)[32], float (&o)[32], int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::shared(m, moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                               moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::shared(o, moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2 + H::kRows * 128),
+                               moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2), n > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Values with weighted scores, which go through shared memory, and the state's part decayed.
+  __device__ __forceinline__ void finish_products(float (&m)[32], float (&o)[32], int turn, float skip) const {
+    using Order = RowOrder<S::kRank>;
+    const int thread = threadIdx.x % 128;
+    const typename H::Scores scores(memory + H::kScoresAt);
+    const unsigned base = scores.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
+    unsigned words[16];
+    wgmma_wait<1>();
+    pin(m);
+    weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const unsigned tiles[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+      store_tiles(base ^ i * 8, tiles);
+    }
+    fence_async_proxy();
+    named_barrier(2, 128);
+    float decays_of[Order::kOwn];
+    Order::load_own(decays_of, weights(turn).from_start);
+    wgmma_wait<0>();
+    pin(o);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
+    pin(o);
+    const auto v_columns = common(column_descriptor(values(turn).base, 0)),
+               m_rows = common(row_descriptor(scores.base));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void make_output(Value* y, const float* mimo_o, const float* mimo_z,
+                                              const float* norm_weight, float skip, float norm_eps) const {
+    const int thread = threadIdx.x % 128;
+    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim,
+                          mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
+    Walk walk(angles_of(start));
+    if constexpr (H::rotates(0)) begin(walk);
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const int turn = all.turn;
+      const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
+      if (later.count > 0) {
+        const long long from = schedule(later.t);
+        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
+      }
+      float m[32], o[32];
+      if constexpr (!H::kEnds) start_products(m, o, turn);  // products of no chunk are harmless
+      bool found = false;
+      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
+      if (after.count > 0 && thread < 32) {
+        const bool more = after.t + after.count < after.end;
+        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
+      }
+      if constexpr (!H::kEnds) {
+        finish_products(m, o, turn, skip);
+        output.make_gates(m);
+        if (next.count > 0) output.load(next.count);
+        wgmma_wait<0>();
+        pin(o);
+        if constexpr (O::kNorm) normalize(o, norm_eps);
+        if (now.count > 0) output.store(now.count, o, m);
+      }
+      wait_for_copies();
+      pass(found, turn, [&] {
+        if constexpr (H::rotates(0)) lose(walk, after);
+      });
+    }
+    if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
+  }
+
+  // ---- warpgroup 1 ----
+
   // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
   // lent to this warpgroup for the time.
   __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
     const typename H::Table turns = table(0);
     unsigned sum = 0;
-    const int pair = threadIdx.x, from = place.first / segment_tokens;
+    const int pair = threadIdx.x % 128, from = place.first / segment_tokens;
     for (int j = from; j < place.segment; ++j) {
       const long long of = head() * (segments - 1) + j;
       if (pair < S::kPairs) {
@@ -239,7 +363,8 @@ struct Pipeline {
   }
 
   __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
-    const unsigned base = to.address(H::kRows + threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
+    const unsigned base =
+        to.address(H::kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
 #pragma unroll
     for (int i = 0; i < H::kSizeState; i += 8) {
       unsigned words[4];
@@ -250,22 +375,20 @@ struct Pipeline {
     fence_async_proxy();
   }
 
-  __device__ __forceinline__ void walk_state(Value* y) const {
+  __device__ __forceinline__ void walk_state() const {
     float s[H::kSizeState];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
     if constexpr (!H::kEnds) {
       if (start != place.first) sum_segments(s);
     }
-    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
-    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim);
     Walk walk(angles_of(start));
-    if constexpr (H::rotates(0)) begin(walk);
+    if constexpr (H::rotates(1)) begin(walk);
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now(), before = all.before();
+      const Chunk after = all.after(), next = all.next(), now = all.now();
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -285,18 +408,14 @@ struct Pipeline {
       }
       wgmma_commit();
       bool found = false;
-      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
-      if constexpr (!H::kEnds) {
-        if (before.count > 0) output.store(before.count, out(turn - 1), scale(), opening());
-        if (O::kGate && now.count > 0) output.load(now.count);
-      }
+      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
       wgmma_wait<0>();
       pin(s);
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
           const long long end = head() * (segments - 1) + place.segment;
           Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
-          if (threadIdx.x == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
+          if (threadIdx.x % 128 == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
         }
       } else if constexpr (O::kFinalState) {
         if (now.ends()) {
@@ -308,101 +427,6 @@ struct Pipeline {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
       if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(0)) lose(walk, after);
-      });
-    }
-    if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
-  }
-
-  // ---- warpgroup 1 ----
-
-  // Divides rows by their root mean square.
-  static __device__ __forceinline__ void normalize(float (&o)[32], float eps) {
-    float up = 0.0f, low = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; i += 4) {
-      up += o[i] * o[i] + o[i + 1] * o[i + 1];
-      low += o[i + 2] * o[i + 2] + o[i + 3] * o[i + 3];
-    }
-#pragma unroll
-    for (int other = 1; other <= 2; other *= 2) {
-      up += __shfl_xor_sync(~0u, up, other);
-      low += __shfl_xor_sync(~0u, low, other);
-    }
-    up = 1.0f / sqrtf(up * (1.0f / S::kHeadDim) + eps);
-    low = 1.0f / sqrtf(low * (1.0f / S::kHeadDim) + eps);
-#pragma unroll
-    for (int i = 0; i < 32; i += 4) o[i] *= up, o[i + 1] *= up, o[i + 2] *= low, o[i + 3] *= low;
-  }
-
-  // Scores, then the part of the output that comes from the state.
-  __device__ __forceinline__ void start_products(float (&d)[64], int turn) const {
-    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < S::kState; n += 16) {
-      Wgmma<Value, 128>::shared(d, moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
-                                moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
-    }
-    wgmma_commit();
-  }
-
-  __device__ __forceinline__ void finish_output(float (&d)[64], int turn, float skip, float norm_eps) const {
-    using Multiply = Product<Value, 1>;
-    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-    const float* decays_of = weights(turn).from_start;
-    const float up = decays_of[Pairs::token_of(row)], low = decays_of[Pairs::token_of(row + 8)];
-    float (&m)[32] = reinterpret_cast<float (&)[32]>(d), o[32];
-    wgmma_wait<0>();
-    pin(d);
-    Pairs::weigh(m, pairs(turn), weights(turn), row);
-    if constexpr (O::kSkip) Pairs::add_skip(m, skip, row);
-    typename Multiply::A a[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = Multiply::of_accumulators(m, 8 * i);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[i] = d[32 + i] * (i % 4 < 2 ? up : low);
-    pin(o);
-    const auto v_columns = common(column_descriptor(values(turn).base, 0));
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Wgmma<Value, 64>::template registers<true>(o, a[i].r, moved(v_columns, i * 2048), true);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(o);
-    if constexpr (O::kNorm) normalize(o, norm_eps);
-    float* to = out(turn) + row * H::kOutStride + thread % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 * H::kOutStride + i / 4 * 8) = make_float2(o[i], o[i + 1]);
-    }
-  }
-
-  __device__ __forceinline__ void make_output(float skip, float norm_eps) const {
-    const int thread = threadIdx.x % 128;
-    Walk walk(angles_of(start));
-    if constexpr (H::rotates(1)) begin(walk);
-    __syncthreads();
-    for (auto all = chunks(); all.any(); all.pass()) {
-      const int turn = all.turn;
-      const Chunk later = all.later(), after = all.after();
-      if (later.count > 0) {
-        const long long from = schedule(later.t);
-        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
-      }
-      float d[64];
-      if constexpr (!H::kEnds) start_products(d, turn);  // products of no chunk are harmless
-      bool found = false;
-      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
-      if constexpr (!H::kEnds) finish_output(d, turn, skip, norm_eps);
-      if (after.count > 0 && thread < 32) {
-        const bool more = after.t + after.count < after.end;
-        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
-      }
-      wait_for_copies();
       pass(found, turn, [&] {
         if constexpr (H::rotates(1)) lose(walk, after);
       });
@@ -427,8 +451,7 @@ struct Pipeline {
   // ---- warpgroups 2 and 3 ----
 
   __device__ __forceinline__ void stage_rows() const {
-    const int stager = threadIdx.x % H::kStagers;
-    const bool stages_keys = H::kEnds || __shfl_sync(~0u, stager / 128, 0) == 0;
+    const bool stages_keys = H::kEnds || __shfl_sync(~0u, threadIdx.x / 128, 0) == 2;
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
     ValueStage<H> value_stage(in.v + values_of(start));
@@ -439,21 +462,18 @@ struct Pipeline {
       bool found = false;
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found = rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
-                           stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, stages_keys, table(turn + 1),
-                           bad(turn + 1), ends && stages_keys ? next.count - 1 : -1,
-                           O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
-        if constexpr (H::kGroups == 4) found |= store_values(value_stage, next, turn);
+        rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
+                   stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, table(turn + 1),
+                   ends && stages_keys ? next.count - 1 : -1,
+                   O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
+        if constexpr (H::kGroups == 4) found = store_values(value_stage, next, turn);
         fence_async_proxy();
-        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
       }
       if (after.count > 0) {
         rows.begin(after.count);
         if constexpr (H::kGroups == 4) value_stage.load(after.count);
       }
-      pass(found, turn, [&] {
-        if constexpr (!H::kEnds) Pairs::template make<H::kStagers>(pairs(turn + 1), weights(turn + 1), stager);
-      });
+      pass(found, turn, [] {});
     }
   }
 
@@ -520,15 +540,10 @@ __global__ void __launch_bounds__(128 * Groups, 1)
                           sequences, segments,    segment_tokens, t,      limit,  at};
   __syncthreads();
 
-  const long long parameters = block.parameter_row();
-  for (int i = threadIdx.x; i < S::kRank * S::kHeadDim; i += H::kThreads) {
-    const long long ranked = parameters * (S::kRank * S::kHeadDim) + i;
-    if constexpr (O::kWeighted) block.mimo_v()[i] = mimo_v[ranked];
-    if constexpr (!Ends) {
-      const float norm = O::kNorm ? norm_weight[parameters * S::kHeadDim + i % S::kHeadDim] : 1.0f;
-      block.scale()[i] = O::kFolds ? norm * mimo_o[ranked] : norm;
-      block.opening()[i] = O::kWeighted && O::kGate ? 0.5f * mimo_z[ranked] : 0.5f;
-    }
+  if constexpr (O::kWeighted) {
+    constexpr int kSize = S::kRank * S::kHeadDim;
+    for (int i = threadIdx.x; i < kSize; i += H::kThreads)
+      block.mimo_v()[i] = mimo_v[block.parameter_row() * kSize + i];
   }
   if constexpr (O::kPacked && O::kFinalState && !Ends) {
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
@@ -541,10 +556,11 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     if constexpr (Groups == 5) take_registers<112>();
-    block.walk_state(y);
+    const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
+    block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
-    block.make_output(O::kSkip && !Ends ? D[parameters] : 0.0f, norm_eps);
+    block.walk_state();
   } else if (role < 4) {
     if constexpr (Groups == 5) give_registers<88>();
     block.stage_rows();

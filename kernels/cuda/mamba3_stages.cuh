@@ -2,7 +2,7 @@
 // shared memory. H: the sizes of the pipeline.
 #pragma once
 
-#include "mamba3_staging.cuh"
+#include "mamba3_rows.cuh"
 
 namespace jax_ssd {
 
@@ -24,6 +24,11 @@ struct RowStage {
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
   static __device__ __forceinline__ int first_row() { return threadIdx.x % kThreads / 8; }
+  static __device__ __forceinline__ int rank() { return RowOrder<S::kRank>::rank(first_row()); }
+  // Of the thread's row i.
+  static __device__ __forceinline__ int token(int i) {
+    return RowOrder<S::kRank>::token(first_row()) + i * (kApart / S::kRank);
+  }
   static __device__ __forceinline__ int lane() { return threadIdx.x % 8; }
   // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
   static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
@@ -32,7 +37,7 @@ struct RowStage {
   __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows)
       : identity(identity_tile()), from(rows + lane() * kWidth) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + first_row() % S::kRank * S::kState, lane() + 8 * i);
+    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + rank() * S::kState, lane() + 8 * i);
   }
 
   // The first two rows of a chunk of `count` tokens, the next one that is stored.
@@ -42,15 +47,13 @@ struct RowStage {
   }
 
   // Rotates the rows of a chunk of `count` tokens to a matrix with panels of `panel` bytes, after which the next one
-  // can begin. last_key: where the keys of token `last` are written in float32 too. A thread's key that is not finite
-  // becomes zero and marks its token in `bad`; then the result is true.
-  __device__ __forceinline__ bool store(unsigned to, int panel, bool keys, const typename H::Table& table, int* bad,
-                                        int last, float* last_key, int count) {
+  // can begin. last_key: where the keys of token `last` are written in float32 too.
+  __device__ __forceinline__ void store(unsigned to, int panel, const typename H::Table& table, int last,
+                                        float* last_key, int count) {
     const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
-    bool found = false;
 #pragma unroll 1
     for (int round = 0; round < kRounds; ++round) {
-      const auto token_of = [&](int j) { return (first_row() + (2 * round + j) * kApart) / S::kRank; };
+      const auto token_of = [&](int j) { return token(2 * round + j); };
       float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -62,7 +65,6 @@ struct RowStage {
           load_values(cosine[j][i], table.cosine + at);
         }
       }
-      unsigned probe[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int own = 2 * round + j;
@@ -73,37 +75,22 @@ struct RowStage {
 #pragma unroll
           for (int e = 0; e < 8; e += 4) add_pairs(x.v + e, raw[j][i] + e / 2, identity, bias[i].v + e);
           if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
-          if (token_of(j) == last) x.write(last_key + first_row() % S::kRank * S::kState, unit);
+          if (token_of(j) == last) x.write(last_key + rank() * S::kState, unit);
           unsigned words[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-            probe[j] = plus_zero_times(probe[j], words[e]);
-          }
+          for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
           write(base + own * kApart * 128, panel, i, words);
         }
         if (round + 1 < kRounds) load(j, own + 2, count);
       }
-      if (keys && ((probe[0] | probe[1]) & 0x7fff7fffu) != 0) {
-        found = true;
-#pragma unroll 1
-        for (int j = 0; j < 2; ++j) {
-          if (((j == 0 ? probe[0] : probe[1]) & 0x7fff7fffu) == 0) continue;
-          const unsigned zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-          for (int i = 0; i < kUnits; ++i) write(base + (2 * round + j) * kApart * 128, panel, i, zeros);
-          bad[token_of(j)] = 1;
-        }
-      }
     }
     from += (long long)count * (S::kRank * kRow);
-    return found;
   }
 
  private:
   // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
   __device__ __forceinline__ void load(int j, int own, int count) {
-    const __nv_bfloat16* row = from + min(first_row() + own * kApart, count * S::kRank - 1) * kRow;
+    const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(), count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (S::kHalf) {
@@ -132,7 +119,8 @@ struct RowStage {
 };
 
 // What a thread stages of values: eight columns of rows that are kApart from each other, tokens' values expanded to the
-// same rank.
+// same rank. Of each 16 columns the even ones come first: so a thread's two rows of accumulators, 8 apart, are
+// neighbours in the head.
 template <class H>
 struct ValueStage {
   using S = typename H::S;
@@ -144,19 +132,23 @@ struct ValueStage {
   const __nv_bfloat16* from;  // of the next chunk
 
   static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kValueThreads / 8; }
+  static __device__ __forceinline__ int rank() { return RowOrder<S::kRank>::rank(first_row()); }
+  // Of the thread's row i.
+  static __device__ __forceinline__ int token(int i) {
+    return RowOrder<S::kRank>::token(first_row()) + i * (kApart / S::kRank);
+  }
   static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
   // v: at the first token and the head.
   __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
-      : identity(identity_tile()), from(v + first_row() / S::kRank * (S::kHeads * S::kHeadDim) + column()) {}
+      : identity(identity_tile()), from(v + token(0) * (S::kHeads * S::kHeadDim) + column()) {}
 
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      const int token = (first_row() + own * kApart) / S::kRank;
       raw[own] = make_uint4(0, 0, 0, 0);
-      if (token < count && column() < S::kHeadDim) {
+      if (token(own) < count && column() < S::kHeadDim) {
         raw[own] = *reinterpret_cast<const uint4*>(from + own * (kApart / S::kRank * S::kHeads * S::kHeadDim));
       }
     }
@@ -166,39 +158,43 @@ struct ValueStage {
   // that are not finite become zero, and mark their token in `bad`; then the result is true.
   __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
                                         const float* mimo_v, const float* kept, int* bad) {
-    const unsigned base = values.address(first_row(), column()), apart = kept_values.base - values.base;
+    const unsigned base = values.address(first_row(), column() / 16 * 16) + column() % 16;
+    const unsigned apart = kept_values.base - values.base;
     const float none[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float weights[8];
-    if constexpr (kWeighted) load_values(weights, mimo_v + first_row() % S::kRank * S::kHeadDim + column());
+    if constexpr (kWeighted) load_values(weights, mimo_v + rank() * S::kHeadDim + column());
     bool found = false;
 #pragma unroll 1
     for (int pair = 0; pair < kOwn / 2; ++pair, raw[0] = raw[kOwn - 2], raw[1] = raw[kOwn - 1]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int own = 2 * pair + i, token = (first_row() + own * kApart) / S::kRank;
-        const float keep = kept[token];
+        const int own = 2 * pair + i;
+        const float keep = kept[token(own)];
         const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         unsigned words[4], kept_words[4], probe = 0;
-        float v[8];
+        float x[8];
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) add_pairs(v + e, pairs + e / 2, identity, none);
+        for (int e = 0; e < 8; e += 4) add_pairs(x + e, pairs + e / 2, identity, none);
+#pragma unroll
+        for (int e = 0; e < 8 && kWeighted; ++e) x[e] *= weights[e];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float low = v[2 * e], high = v[2 * e + 1];
-          if constexpr (kWeighted) low *= weights[2 * e], high *= weights[2 * e + 1];
-          words[e] = kWeighted ? bfloat16_pair(low, high) : pairs[e];
-          kept_words[e] = bfloat16_pair(keep * low, keep * high);
+          const int first = e % 2 * 4 + e / 2;  // even columns, then odd ones
+          words[e] = bfloat16_pair(x[first], x[first + 2]);
+          kept_words[e] = bfloat16_pair(keep * x[first], keep * x[first + 2]);
           probe = plus_zero_times(probe, words[e]);
         }
         if ((probe & 0x7fff7fffu) != 0) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) words[e] = kept_words[e] = 0;
-          bad[token] = 1;
+          bad[token(own)] = 1;
           found = true;
         }
-        const unsigned at = base + own * kApart * 128;
-        if constexpr (!H::kEnds) store_shared(at, words[0], words[1], words[2], words[3]);
-        store_shared(at + apart, kept_words[0], kept_words[1], kept_words[2], kept_words[3]);
+        // The next piece's address differs in one bit.
+        const unsigned at = base + own * kApart * 128, next = at ^ 16;
+        if constexpr (!H::kEnds) store_shared(at, words[0], words[1]), store_shared(next, words[2], words[3]);
+        store_shared(at + apart, kept_words[0], kept_words[1]);
+        store_shared(next + apart, kept_words[2], kept_words[3]);
       }
     }
     return found;

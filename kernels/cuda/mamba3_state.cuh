@@ -5,14 +5,15 @@
 
 namespace jax_ssd {
 
-// The part of the state that a thread holds. H::kTiles: of 16 rows that the state has. kHeld: columns that a warp has.
+// The part of the state that a thread holds. H::kHolders: threads that hold it together. kTiles: of 16 rows that the
+// state has. kHeld: columns that a warp has. kPairedRows: a thread's two rows in a tile are neighbours in the head.
 template <class S, class H>
 struct Part {
   int row, column;  // of the head, of the state: of the thread's first accumulator
 
   __device__ Part() {
-    const int thread = thread_here(), warp = thread / 32, lane = thread % 32;
-    row = warp % H::kTiles * 16 + lane / 4;
+    const int thread = thread_here() % H::kHolders, warp = thread / 32, lane = thread % 32;
+    row = warp % H::kTiles * 16 + lane / 4 * (H::kPairedRows ? 2 : 1);
     column = warp / H::kTiles * H::kHeld + lane % 4 * 2;
   }
 
@@ -21,7 +22,7 @@ struct Part {
   __device__ __forceinline__ void each(Function function) const {
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) {
-      const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
+      const int p = row + i / 2 % 2 * (H::kPairedRows ? 1 : 8), n = column + i / 4 * 8 + i % 2;
       if (p < S::kHeadDim && n < S::kState) function(i, p, n);
     }
   }
