@@ -48,6 +48,7 @@ struct PipelineShape {
   static constexpr int kValueThreads = Groups == 5 ? 128 : kStagers;
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
   static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
+  static constexpr int kParts = Groups == 5 ? 16 : kRotators / 32;  // see `PhaseWalk`: fewer take more registers
   static __device__ constexpr bool rotates(int group) {
     return group == 1 || group == 4 || (group == 0 && Groups == 4 && Ends);
   }
@@ -168,7 +169,7 @@ struct Pipeline {
 
   // ---- rotations, by the warpgroups that PipelineShape says ----
 
-  using Walk = PhaseWalk<S, kTokens, H::kRotators, H::kRotators / 32>;
+  using Walk = PhaseWalk<S, kTokens, H::kRotators, H::kParts>;
 
   __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
@@ -283,8 +284,9 @@ struct Pipeline {
     }
     fence_async_proxy();
     named_barrier(2, 128);
-    float decays_of[Order::kOwn];
-    Order::load_own(decays_of, weights(turn).from_start);
+    float decays_of[Order::kOwn], next = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, next);
     wgmma_wait<0>();
     pin(o);
 #pragma unroll
@@ -555,14 +557,14 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   // or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) take_registers<112>();
+    if constexpr (Groups == 5) take_registers<128>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
     block.walk_state();
   } else if (role < 4) {
-    if constexpr (Groups == 5) give_registers<88>();
+    if constexpr (Groups == 5) give_registers<80>();
     block.stage_rows();
   } else {
     if constexpr (Groups == 5) {

@@ -28,18 +28,13 @@ struct RowOrder {
   }
   static __device__ __forceinline__ int own_rank(int i) { return rank(i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2); }
 
-  // Of an array over tokens, those of the own tokens.
-  static __device__ __forceinline__ void load_own(float (&to)[kOwn], const float* of_tokens) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if constexpr (Rank == 1) {
-        if (i % 2 != 0) continue;
-        const float2 pair = *reinterpret_cast<const float2*>(of_tokens + own_token(i));
-        to[i] = pair.x, to[i + 1] = pair.y;
-      } else {
-        to[i] = of_tokens[own_token(i)];
-      }
-    }
+  // Of an array over tokens, that of an own token; of neighbours, loaded at once, the second one is in `next`.
+  static __device__ __forceinline__ float load_own(int i, const float* of_tokens, float& next) {
+    if constexpr (Rank > 1) return of_tokens[own_token(i)];
+    if (i % 2 != 0) return next;
+    const float2 pair = *reinterpret_cast<const float2*>(of_tokens + own_token(i));
+    next = pair.y;
+    return pair.x;
   }
 };
 
@@ -51,31 +46,31 @@ __device__ __forceinline__ void weigh_scores(unsigned (&words)[16], float (&m)[3
   using Order = RowOrder<Rank>;
   constexpr int kLate = Rank < 4 ? 2 : 1;  // tokens of a thread's two rows
   const int thread = threadIdx.x % 128, warp = thread / 32, row = warp * 16 + thread % 32 / 4;
-  float sums[Order::kOwn], f[Order::kOwn];
-  Order::load_own(sums, weights.sum);
-  Order::load_own(f, weights.f);
+  float sum[kLate], gamma[kLate], next_sum = 0.0f, next_f = 0.0f;
 #pragma unroll
   for (int late = 0; late < kLate; ++late) {
-    const int token = Order::token(row + 8 * late);
-    const float sum = weights.sum[token], gamma = weights.gamma[token];
+    sum[late] = weights.sum[Order::token(row + 8 * late)];
+    gamma[late] = weights.gamma[Order::token(row + 8 * late)];
+  }
 #pragma unroll
-    for (int i = 0; i < Order::kOwn; ++i) {
-      const int early = Order::own_token(i);
-      const float weight = token == early ? gamma : exp2_fast(sum - sums[i]) * f[i];
+  for (int i = 0; i < Order::kOwn; ++i) {
+    const int early = Order::own_token(i);
+    const float early_sum = Order::load_own(i, weights.sum, next_sum), f = Order::load_own(i, weights.f, next_f);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int late = kLate == 1 ? 0 : half, token = Order::token(row + 8 * late);
+      const float weight = token == early ? gamma[late] : exp2_fast(sum[late] - early_sum) * f;
 #pragma unroll
       for (int column = i * Order::kTogether; column < (i + 1) * Order::kTogether; ++column) {
         const int j = column / 2, b = column % 2;
-#pragma unroll
-        for (int half = late; half < (kLate == 1 ? 2 : late + 1); ++half) {
-          float& at = m[4 * j + 2 * half + b];
-          const bool diagonal = row % 8 == threadIdx.x % 4 * 2 + b && warp == j / 2;
-          at = half == j % 2 ? at * weight + (diagonal ? skip : 0.0f) : at * weight;
-          if (Rank == 1 && token < early) at = 0.0f;
-          if (b == 1) {
-            unsigned& word = words[2 * j + half];
-            word = bfloat16_pair(m[4 * j + 2 * half], at);
-            if (Rank > 1 && token < early) word = 0;
-          }
+        float& at = m[4 * j + 2 * half + b];
+        const bool diagonal = row % 8 == threadIdx.x % 4 * 2 + b && warp == j / 2;
+        at = half == j % 2 ? at * weight + (diagonal ? skip : 0.0f) : at * weight;
+        if (Rank == 1 && token < early) at = 0.0f;
+        if (b == 1) {
+          unsigned& word = words[2 * j + half];
+          word = bfloat16_pair(m[4 * j + 2 * half], at);
+          if (Rank > 1 && token < early) word = 0;
         }
       }
     }
