@@ -22,7 +22,7 @@ BARS = {("bfloat16", "highest"): 5.1e-3, ("float32", "highest"): 2.2e-6, ("float
 class Call:
     """Sizes and options. options: letters of what is given: mimo_v, mimo_o (r, f), z, D, norm_weight (n), state (s).
 
-    cu_seqlens: packed sequences. segments, portable: the plan is made so. poison: an operand, and where it is NaN.
+    cu_seqlens: packed sequences. segments, pieces, portable: the plan is made so. poison: an operand, and where it is NaN.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Call:
     chunk_size: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
     segments: int | None = None
+    pieces: int = 1
     portable: bool = False
     poison: tuple[str, tuple[int, ...]] | None = None
 
@@ -159,10 +160,14 @@ CALLS = (
     Call("segments", seq=300, segments=2, **_MODEL),
     Call("segments, half", seq=300, segments=4, rotary="half", **_MODEL),
     Call("segments, siso", seq=500, segments=3, rank=1, options="zDs", **_MODEL),
+    Call("segments in pieces", seq=300, segments=2, pieces=3, **_MODEL),
+    Call("segments in pieces, siso", seq=500, segments=2, pieces=2, rank=1, options="zDs", **_MODEL),
     Call("packed", batch=1, cu_seqlens=(0, 0, 30, 31, 31, 90, 100, 100)),
     Call("packed, no state", batch=1, cu_seqlens=(0, 17, 64, 100), options="rfzD"),
     Call("packed, segments", batch=1, seq=300, segments=5, cu_seqlens=(0, 0, 30, 31, 31, 128, 192, 290, 300, 300),
          **_MODEL),
+    Call("packed, segments in pieces", batch=1, seq=300, segments=3, pieces=2,
+         cu_seqlens=(0, 0, 30, 31, 31, 128, 192, 290, 300, 300), **_MODEL),
     Call("packed, segments, half", batch=1, seq=300, segments=5, cu_seqlens=(0, 100, 288, 300), options="rfzD",
          rotary="half", **_MODEL),
     Call("float32", dtype="float32"),
@@ -171,6 +176,10 @@ CALLS = (
          **_MODEL),
     Call("float32, default", dtype="float32", precision="default", **_MODEL),
     Call("float32, state 256", dtype="float32", state=256, head_dim=64, pairs=64, groups=1),
+    Call("wgmma, rank 8", rank=8, **_MODEL),
+    Call("wgmma, rank 16, ranks kept", rank=16, options="rzD", **_MODEL),
+    Call("wgmma, rank 2", rank=2, options="rfzDn", rotary="half", **_MODEL),
+    Call("wgmma, head_dim 40", rank=1, options="zDns", **_MODEL | {"head_dim": 40, "pairs": 5}),
     Call("chunk 5", chunk_size=5, **_MODEL),
     Call("one token", seq=1, **_MODEL),
 )  # fmt: skip

@@ -22,7 +22,7 @@ EMULATED = ("half, odd pairs", "wgmma", "siso", "rank 2, small", "packed, segmen
 def planned(call: Call):
     problem = call.problem()
     tiles = plan.tiles(problem, ["sm_90", "sm_80"] if call.portable else ["sm_90"])
-    return plan.forward(problem, dataclasses.replace(tiles, segments=call.segments or 1), ["sm_90"])
+    return plan.forward(problem, dataclasses.replace(tiles, segments=call.segments or 1, pieces=call.pieces), ["sm_90"])
 
 
 def emulated(call: Call) -> list[np.ndarray]:

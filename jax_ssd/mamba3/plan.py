@@ -26,17 +26,18 @@ TURNS_AROUND = 3  # chunks that a block of the pipeline is under way before the 
 ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
 SHORTEST_SEGMENT = 8  # chunks; a segment costs one more pass over its keys
-MOST_SEGMENTS = 64  # a block sums up all the segments before its own
+MOST_SEGMENTS = 64  # a block sums up all the segments before its own, or their pieces
+SUM_COST = 1.0  # of that for one of them, in chunks
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The choices behind a forward plan that change its speed.
 
-    rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many pieces each
-    row is cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
+    rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many each row is
+    cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
     mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams; else by
-    mamba3_forward.cu, with one or two teams.
+    mamba3_forward.cu, with one or two teams. pieces: of a segment, whose ends are walked to by blocks of their own.
     """
 
     rows: int
@@ -45,12 +46,15 @@ class Tiles:
     blocks: int
     teams: int
     pipeline: bool
+    pieces: int = 1
 
     def __post_init__(self):
         if self.rows not in (16, 32, 64):
             raise ValueError(f"Tiles.rows must be 16, 32 or 64, got {self.rows}.")
         if not 1 <= self.tokens <= self.rows or self.segments < 1 or self.blocks < 1:
             raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
+        if self.pieces < 1 or (self.pieces > 1 and not self.pipeline):
+            raise ValueError(f"Tiles.pieces must be at least 1, and 1 without the pipeline, got {self}.")
         if self.pipeline and not (self.rows == PIPELINE_ROWS and self.blocks == 1 and self.teams in (4, 5)):
             raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and 4 or 5 teams, got {self}.")
         if not self.pipeline and self.teams not in (1, 2):
@@ -109,7 +113,8 @@ def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
     rows = possible[0]
     tokens = _tokens(p, rows)
     if set(archs) == {"sm_90"} and _fits_pipeline(p):
-        return Tiles(rows, tokens, _pipeline_segments(p, tokens), 1, 5 if p.rank == 1 else 4, True)
+        segments, pieces = _pipeline_segments(p, tokens)
+        return Tiles(rows, tokens, segments, 1, 5 if p.rank == 1 else 4, True, pieces)
     light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
     teams = 1 if light or p.head_dim <= 32 else 2
     blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
@@ -131,16 +136,21 @@ def _fits_pipeline(problem: Problem) -> bool:
     )
 
 
-def _pipeline_segments(problem: Problem, tokens: int) -> int:
-    """As many as make the walk of a multiprocessor shortest. Summing up an earlier segment costs about a chunk."""
+def _pipeline_segments(problem: Problem, tokens: int) -> tuple[int, int]:
+    """Segments and their pieces, as many as make the walk of a multiprocessor shortest."""
     programs, chunks = problem.batch * problem.heads, math.ceil(problem.seq / tokens)
 
-    def length(segments: int) -> float:
-        waves = math.ceil(programs * segments / MULTIPROCESSORS)
-        ends = math.ceil(programs * (segments - 1) / MULTIPROCESSORS)
-        return (waves + ENDS_COST * ends) * (math.ceil(chunks / segments) + TURNS_AROUND + segments)
+    def length(cut: tuple[int, int]) -> float:
+        segments, pieces = cut
+        before = pieces * (segments - 1)
+        piece = math.ceil(chunks / (segments * pieces))
+        waves = math.ceil(programs * segments / MULTIPROCESSORS) * (piece * pieces + TURNS_AROUND + SUM_COST * before)
+        ends = math.ceil(programs * before / MULTIPROCESSORS) * (piece + TURNS_AROUND)
+        return waves + ENDS_COST * ends
 
-    return min(range(1, max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1), key=length)
+    most = max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
+    cuts = [(segments, pieces) for segments in range(1, most + 1) for pieces in range(1, most // segments + 1)]
+    return min((cut for cut in cuts if cut[0] > 1 or cut[1] == 1), key=length)
 
 
 def _tokens(problem: Problem, rows: int) -> int:
@@ -211,8 +221,10 @@ class _Forward:
         if config.tokens * p.rank > config.rows:
             raise ValueError(f"Tiles: {config.tokens} tokens of rank {p.rank} are more than {config.rows} rows.")
         chunks = math.ceil(p.seq / config.tokens)
-        self.segment_tokens = math.ceil(chunks / min(config.segments, chunks)) * config.tokens
+        self.piece_tokens = math.ceil(chunks / min(config.segments * config.pieces, chunks)) * config.tokens
+        self.segment_tokens = self.piece_tokens * config.pieces
         self.segments = math.ceil(p.seq / self.segment_tokens)
+        self.pieces = config.pieces * (self.segments - 1)
         lead = (p.batch, p.sequences, p.heads)
         self.results = (p.y,)
         if p.return_final_state:
@@ -220,7 +232,7 @@ class _Forward:
             self.results += tuple(Buffer(f"final_{name}", (*lead, *size), "float32") for name, size in sizes.items())
         self.scratch: tuple[Buffer, ...] = ()
         if self.segments > 1:
-            ends = (p.batch, p.heads, self.segments - 1)
+            ends = (p.batch, p.heads, self.pieces)
             self.scratch = (
                 Buffer("ends", (*ends, p.head_dim, p.state), "float32"),
                 Buffer("decays", ends, "float32"),
@@ -236,7 +248,7 @@ class _Forward:
 
     def segment_ends(self) -> Launch:
         p, c = self.problem, self.config
-        programs = p.batch * p.heads * (self.segments - 1)
+        programs = p.batch * p.heads * self.pieces
         if c.pipeline:
             return self.pipeline(programs, ends=True)
         names = (
@@ -261,13 +273,16 @@ class _Forward:
             f"{c.teams}>, {self.options()}>"
         )
         block = (128 * c.teams, 1, 1)
-        return Launch(CudaKernel(FILE, name), (programs, 1, 1), self.arguments(names, *more), block, memory)
+        numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
+        arguments = self.arguments(names, numbers, *more)
+        return Launch(CudaKernel(FILE, name), (programs, 1, 1), arguments, block, memory)
 
     def pipeline(self, programs: int, ends: bool) -> Launch:
         p, c = self.problem, self.config
         name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {c.teams}, {self.options()}, {_bool(ends)}>"
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
-        arguments = self.arguments(FORWARD_NAMES, ScalarArg(p.norm_eps, "float32"))
+        numbers = (p.seq, self.segments, self.segment_tokens, self.pieces, self.piece_tokens, p.sequences)
+        arguments = self.arguments(FORWARD_NAMES, numbers, ScalarArg(p.norm_eps, "float32"))
         return Launch(kernel, (programs, 1, 1), arguments, (128 * c.teams, 1, 1), pipeline_memory(p, c.tokens, ends))
 
     def sizes(self) -> str:
@@ -291,9 +306,9 @@ class _Forward:
         )
         return f"jax_ssd::Options<{', '.join(map(_bool, options))}>"
 
-    def arguments(self, names: Sequence[str], *more: ScalarArg) -> tuple[ArrayArg | ScalarArg, ...]:
-        p = self.problem
-        numbers = (p.seq, self.segments, self.segment_tokens, p.sequences)
+    def arguments(
+        self, names: Sequence[str], numbers: Sequence[int], *more: ScalarArg
+    ) -> tuple[ArrayArg | ScalarArg, ...]:
         return (
             *(ArrayArg(name if name in self.present else "q") for name in names),  # a stand-in is never touched
             *(ScalarArg(number, "int32") for number in numbers),

@@ -86,10 +86,10 @@ struct Pipeline {
 
   const Arrays<S>& in;
   const FinalState& final_state;
-  float *ends, *decays;  // of segments: the state at the end, by what a state decays, the phases
+  float *ends, *decays;  // of pieces: the state at the end, by what a state decays, the phases
   unsigned* phases;
   unsigned char* memory;
-  int seq, sequences, segments, segment_tokens;
+  int seq, sequences, pieces, piece_tokens;
   int start, limit;  // the block's tokens are those from start to limit
   Place place;
 
@@ -174,8 +174,8 @@ struct Pipeline {
   __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
     if (!H::kEnds && start != place.first) {
-      for (int j = place.first / segment_tokens; j < place.segment; ++j) {
-        walk.skip(phases + 2 * (head() * (segments - 1) + j) * S::kPairs, lost());
+      for (int j = place.first / piece_tokens; j < start / piece_tokens; ++j) {
+        walk.skip(phases + 2 * (head() * pieces + j) * S::kPairs, lost());
       }
     }
   }
@@ -211,7 +211,7 @@ struct Pipeline {
   }
 
   __device__ __forceinline__ void write_end(const Walk& walk) const {
-    walk.write_phases(phases + 2 * (head() * (segments - 1) + place.segment) * S::kPairs, lost());
+    walk.write_phases(phases + 2 * (head() * pieces + place.segment) * S::kPairs, lost());
   }
 
   // ---- warpgroup 0 ----
@@ -346,14 +346,14 @@ struct Pipeline {
 
   // ---- warpgroup 1 ----
 
-  // The state before the block's first token, of the segments since its sequence began. Rotations, of one token, are
+  // The state before the block's first token, of the pieces since its sequence began. Rotations, of one token, are
   // lent to this warpgroup for the time.
   __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
     const typename H::Table turns = table(0);
     unsigned sum = 0;
-    const int pair = threadIdx.x % 128, from = place.first / segment_tokens;
-    for (int j = from; j < place.segment; ++j) {
-      const long long of = head() * (segments - 1) + j;
+    const int pair = threadIdx.x % 128, from = place.first / piece_tokens;
+    for (int j = from; j < start / piece_tokens; ++j) {
+      const long long of = head() * pieces + j;
       if (pair < S::kPairs) {
         sincos_of_phase(sum, turns.sine[turns.place(0, pair)], turns.cosine[turns.place(0, pair)]);
         sum += phases[2 * of * S::kPairs + pair];
@@ -415,7 +415,7 @@ struct Pipeline {
       pin(s);
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
-          const long long end = head() * (segments - 1) + place.segment;
+          const long long end = head() * pieces + place.segment;
           Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
           if (threadIdx.x % 128 == 0) decays[end] = exp2_of<false>(static_cast<float>(decay));
         }
@@ -502,9 +502,9 @@ struct Pipeline {
   }
 };
 
-// One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: for
-// each segment but the last, its state, decay and phases are written, from a zero state or from its sequence's if that
-// begins in the segment.
+// One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: one
+// for each piece of a segment but the last one's; its state, decay and phases are written, from a zero state or from
+// its sequence's if that begins in the piece. There are `pieces` of a row, as many of each segment.
 template <class S, int Tokens, int Groups, class O, bool Ends>
 __global__ void __launch_bounds__(128 * Groups, 1)
     mamba3_pipeline(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const float* q_bias,
@@ -513,7 +513,8 @@ __global__ void __launch_bounds__(128 * Groups, 1)
                     const float* D, const float* norm_weight, const float* state_angle, const float* state_ssm,
                     const float* state_k, const float* state_v, const int* cu_seqlens, float* ends, float* decays,
                     unsigned* phases, __nv_bfloat16* y, float* final_angle, float* final_ssm, float* final_k,
-                    float* final_v, int seq, int segments, int segment_tokens, int sequences, float norm_eps) {
+                    float* final_v, int seq, int segments, int segment_tokens, int pieces, int piece_tokens,
+                    int sequences, float norm_eps) {
   using H = PipelineShape<S, Tokens, Groups, O, Ends>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const Arrays<S> in{q,           k,      v,   z,  q_bias, k_bias,      mimo_v,    mimo_o,  mimo_z,  D,
@@ -522,14 +523,14 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   clear<H::kBytes>(memory, H::kThreads);
   fence_async_proxy();
 
-  const int here = Ends ? segments - 1 : segments;
+  const int here = Ends ? pieces : segments, tokens = Ends ? piece_tokens : segment_tokens;
   Place at;
   at.head = blockIdx.x % S::kHeads;
   at.segment = blockIdx.x / S::kHeads % here;
   at.row = blockIdx.x / S::kHeads / here;
   at.sequence = 0, at.first = 0, at.end = seq;
-  int t = at.segment * segment_tokens;
-  const int limit = min(seq, t + segment_tokens);
+  int t = at.segment * tokens;
+  const int limit = min(seq, t + tokens);
   const int* bounds = cu_seqlens + (long long)at.row * (sequences + 1);
   if constexpr (O::kPacked) {
     at.find(bounds, sequences, Ends ? limit : t, seq);
@@ -538,8 +539,8 @@ __global__ void __launch_bounds__(128 * Groups, 1)
       t = max(t, at.first);
     }
   }
-  const Pipeline<H> block{in,        final_state, ends,           decays, phases, memory, seq,
-                          sequences, segments,    segment_tokens, t,      limit,  at};
+  const Pipeline<H> block{in,        final_state, ends,         decays, phases, memory, seq,
+                          sequences, pieces,      piece_tokens, t,      limit,  at};
   __syncthreads();
 
   if constexpr (O::kWeighted) {
