@@ -7,29 +7,29 @@
 namespace jax_ssd {
 
 // What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
-// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. The loop over rows is not
-// unrolled, or instructions would be waited for; as soon as two rows are staged, those two rounds further are loaded.
+// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. As soon as a row is
+// staged, the next chunk's is loaded, so that it has a whole turn to arrive.
 template <class H>
 struct RowStage {
   using S = typename H::S;
   // To the ends of segments all stagers have keys; else half of them have queries.
   static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
-  static constexpr int kApart = kThreads / 8, kRounds = H::kRows / kApart / 2;
+  static constexpr int kApart = kThreads / 8, kOwn = H::kRows / kApart;
   static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
   Unit<S> bias[kUnits];
   unsigned identity;
-  unsigned raw[2][kUnits][4];
+  unsigned raw[kOwn][kUnits][4];
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
-  static __device__ __forceinline__ int first_row() { return threadIdx.x % kThreads / 8; }
+  static __device__ __forceinline__ int first_row() { return thread_here() % kThreads / 8; }
   static __device__ __forceinline__ int rank() { return RowOrder<S::kRank>::rank(first_row()); }
   // Of the thread's row i.
   static __device__ __forceinline__ int token(int i) {
     return RowOrder<S::kRank>::token(first_row()) + i * (kApart / S::kRank);
   }
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 8; }
+  static __device__ __forceinline__ int lane() { return thread_here() % 8; }
   // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
   static __device__ constexpr int column(int i, int part) { return 8 * kWidth * i + part * (S::kState / 2); }
 
@@ -40,19 +40,20 @@ struct RowStage {
     for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + rank() * S::kState, lane() + 8 * i);
   }
 
-  // The first two rows of a chunk of `count` tokens, the next one that is stored.
-  __device__ __forceinline__ void begin(int count) {
+  // The rows of the first chunk, of `coming` tokens.
+  __device__ __forceinline__ void begin(int coming) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load(i, i, count);
+    for (int own = 0; own < kOwn; ++own) load(own, coming);
+    from += (long long)coming * (S::kRank * kRow);
   }
 
-  // Rotates the rows of a chunk of `count` tokens to a matrix with panels of `panel` bytes, after which the next one
-  // can begin. last_key: where the keys of token `last` are written in float32 too.
+  // Rotates the rows of the chunk that is there to a matrix with panels of `panel` bytes, and loads those of the next
+  // one, of `coming` tokens if there is one. last_key: where the keys of token `last` are written in float32 too.
   __device__ __forceinline__ void store(unsigned to, int panel, const typename H::Table& table, int last,
-                                        float* last_key, int count) {
+                                        float* last_key, int coming) {
     const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
-#pragma unroll 1
-    for (int round = 0; round < kRounds; ++round) {
+#pragma unroll
+    for (int round = 0; round < kOwn / 2; ++round) {
       const auto token_of = [&](int j) { return token(2 * round + j); };
       float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
 #pragma unroll
@@ -73,7 +74,7 @@ struct RowStage {
           const int unit = lane() + 8 * i;
           Unit<S> x;
 #pragma unroll
-          for (int e = 0; e < 8; e += 4) add_pairs(x.v + e, raw[j][i] + e / 2, identity, bias[i].v + e);
+          for (int e = 0; e < 8; e += 4) add_pairs(x.v + e, raw[own][i] + e / 2, identity, bias[i].v + e);
           if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
           if (token_of(j) == last) x.write(last_key + rank() * S::kState, unit);
           unsigned words[4];
@@ -81,25 +82,25 @@ struct RowStage {
           for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
           write(base + own * kApart * 128, panel, i, words);
         }
-        if (round + 1 < kRounds) load(j, own + 2, count);
+        if (coming > 0) load(own, coming);
       }
     }
-    from += (long long)count * (S::kRank * kRow);
+    from += (long long)coming * (S::kRank * kRow);
   }
 
  private:
   // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
-  __device__ __forceinline__ void load(int j, int own, int count) {
+  __device__ __forceinline__ void load(int own, int count) {
     const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(), count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (S::kHalf) {
         const uint2 low = *reinterpret_cast<const uint2*>(row + column(i, 0));
         const uint2 high = *reinterpret_cast<const uint2*>(row + column(i, 1));
-        raw[j][i][0] = low.x, raw[j][i][1] = low.y, raw[j][i][2] = high.x, raw[j][i][3] = high.y;
+        raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
       } else {
         const uint4 all = *reinterpret_cast<const uint4*>(row + column(i, 0));
-        raw[j][i][0] = all.x, raw[j][i][1] = all.y, raw[j][i][2] = all.z, raw[j][i][3] = all.w;
+        raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
       }
     }
   }
@@ -125,13 +126,13 @@ template <class H>
 struct ValueStage {
   using S = typename H::S;
   static constexpr bool kWeighted = H::O::kWeighted;
-  static constexpr int kApart = H::kValueThreads / 8, kOwn = H::kRows / kApart;
+  static constexpr int kApart = H::kStagers / 8, kOwn = H::kRows / kApart;
   static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
   unsigned identity;
   uint4 raw[kOwn];
   const __nv_bfloat16* from;  // of the next chunk
 
-  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kValueThreads / 8; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kStagers / 8; }
   static __device__ __forceinline__ int rank() { return RowOrder<S::kRank>::rank(first_row()); }
   // Of the thread's row i.
   static __device__ __forceinline__ int token(int i) {

@@ -138,8 +138,8 @@ __device__ void make_schedule(Schedule<Tokens>& to, const GivenSchedule<Tokens>&
 }
 
 // Sines and cosines of a chunk's phases in shared memory. Four neighbouring pairs are loaded at once; four words more
-// in a row, and in long chunks another order of fours for each eight tokens, let threads that write for different tokens
-// meet less often in a bank.
+// in a row, and in long chunks another order of fours for each eight tokens, let threads that write for different
+// tokens meet less often in a bank.
 template <class S, int Tokens>
 struct Rotations {
   static constexpr int kPadded = padded(S::kPairs, 4), kStride = kPadded + 4;
