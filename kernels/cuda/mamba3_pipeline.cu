@@ -321,13 +321,14 @@ struct Pipeline {
       bool found = false;
       if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
-        finish_products(m, o, turn, skip);
-        output.make_gates(m);
+        float by[32];
+        output.make_gates(by);
         if (next.count > 0) output.load(next.count);
+        finish_products(m, o, turn, skip);
         wgmma_wait<0>();
         pin(o);
         if constexpr (O::kNorm) normalize(o, norm_eps);
-        if (now.count > 0) output.store(now.count, o, m);
+        if (now.count > 0) output.store(now.count, o, by);
       }
       pass(found, turn, [&] {
         if constexpr (H::rotates(0)) lose(walk, after);
@@ -536,13 +537,17 @@ __global__ void __launch_bounds__(512, 1)
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
+  // Warpgroups take and give registers of 128 a thread. The sum must stay, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
+    if constexpr (!Ends) take_registers<H::kStagersRotate ? 160 : 144>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
+    if constexpr (!Ends && H::kStagersRotate) give_registers<96>();
     block.walk_state();
   } else {
+    if constexpr (!Ends && !H::kStagersRotate) give_registers<120>();
     block.stage();
   }
 }

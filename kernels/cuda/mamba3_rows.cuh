@@ -59,7 +59,9 @@ __device__ __forceinline__ void weigh_scores(unsigned (&words)[16], float (&m)[3
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int late = kLate == 1 ? 0 : half, token = Order::token(row + 8 * late);
-      const float weight = token == early ? gamma[late] : exp2_fast(sum[late] - early_sum) * f;
+      // Can the tokens be the same?
+      const bool meets = Rank >= 4 || i * Order::kTogether / 2 % 2 == half;
+      const float weight = meets && token == early ? gamma[late] : exp2_fast(sum[late] - early_sum) * f;
 #pragma unroll
       for (int column = i * Order::kTogether; column < (i + 1) * Order::kTogether; ++column) {
         const int j = column / 2, b = column % 2;
