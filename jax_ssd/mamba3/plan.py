@@ -21,7 +21,7 @@ VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
 LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
 PIPELINE_STATES = (64, 128)
-PIPELINE_ROWS, PIPELINE_TEAMS, PIPELINE_RANK = 64, 4, 16
+PIPELINE_ROWS, PIPELINE_RANK = 64, 16
 TURNS_AROUND = 3  # chunks that a block of the pipeline is under way before the first and after the last
 ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
@@ -36,7 +36,7 @@ class Tiles:
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many each row is
     cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
-    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four teams; else by
+    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams; else by
     mamba3_forward.cu, with one or two teams. pieces: of a segment, whose ends are walked to by blocks of their own.
     """
 
@@ -55,8 +55,8 @@ class Tiles:
             raise ValueError(f"Tiles.tokens must be 1 to rows, segments and blocks at least 1, got {self}.")
         if self.pieces < 1 or (self.pieces > 1 and not self.pipeline):
             raise ValueError(f"Tiles.pieces must be at least 1, and 1 without the pipeline, got {self}.")
-        if self.pipeline and not (self.rows == PIPELINE_ROWS and self.blocks == 1 and self.teams == PIPELINE_TEAMS):
-            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and {PIPELINE_TEAMS} teams, got {self}.")
+        if self.pipeline and not (self.rows == PIPELINE_ROWS and self.blocks == 1 and self.teams in (4, 5)):
+            raise ValueError(f"The pipeline takes {PIPELINE_ROWS} rows, one block and 4 or 5 teams, got {self}.")
         if not self.pipeline and self.teams not in (1, 2):
             raise ValueError(f"Tiles.teams must be 1 or 2, got {self}.")
 
@@ -114,7 +114,7 @@ def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
     tokens = _tokens(p, rows)
     if set(archs) == {"sm_90"} and _fits_pipeline(p):
         segments, pieces = _pipeline_segments(p, tokens)
-        return Tiles(rows, tokens, segments, 1, PIPELINE_TEAMS, True, pieces)
+        return Tiles(rows, tokens, segments, 1, 5 if p.rank == 1 else 4, True, pieces)
     light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
     teams = 1 if light or p.head_dim <= 32 else 2
     blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
@@ -279,11 +279,12 @@ class _Forward:
 
     def pipeline(self, programs: int, ends: bool) -> Launch:
         p, c = self.problem, self.config
-        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {self.options()}, {_bool(ends)}>"
+        teams = 4 if ends else c.teams
+        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {teams}, {self.options()}, {_bool(ends)}>"
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
         numbers = (p.seq, self.segments, self.segment_tokens, self.pieces, self.piece_tokens, p.sequences)
         arguments = self.arguments(FORWARD_NAMES, numbers, ScalarArg(p.norm_eps, "float32"))
-        return Launch(kernel, (programs, 1, 1), arguments, (128 * c.teams, 1, 1), pipeline_memory(p, c.tokens, ends))
+        return Launch(kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, ends))
 
     def sizes(self) -> str:
         """The C++ type of the same name."""

@@ -1,12 +1,13 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
-// mamba3_forward.cu. A block of four warpgroups walks the chunks of a head and works on neighbouring chunks at
+// mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
 //   warpgroup 0      multiplies the chunk's queries with keys and state, then weighted scores with values, transposed:
 //                    rows are columns of the head; gates and folds the output
-//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K
+//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; makes rotations of the second
+//                    next chunk
 //   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; make the schedule of the second next
 //                    chunk
-// Rotations of the second next chunk are made by 1, or by 2 and 3.
+//   warpgroup 4      makes rotations with 1
 // All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
 // Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
 // time. To the ends of segments the same block walks without queries and output.
@@ -37,23 +38,21 @@ __device__ __forceinline__ unsigned long long common(unsigned long long descript
 }
 
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
-template <class S_, int Tokens, class O_, bool Ends>
+template <class S_, int Tokens, int Groups, class O_, bool Ends>
 struct PipelineShape {
   using S = S_;
   using O = O_;
   static constexpr bool kEnds = Ends;
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
-  static constexpr int kThreads = 512, kStagers = 256;
-  // Which warpgroups make rotations: with one rank there are so many that those with the least other work do. Together
-  // their threads have all numbers modulo kRotators.
-  static constexpr bool kStagersRotate = S::kRank == 1 && !Ends;
-  static constexpr int kRotators = kStagersRotate || Ends ? 256 : 128;
+  static constexpr int kGroups = Groups, kThreads = 128 * Groups, kStagers = 256;
+  static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
+  // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
+  static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
+  static __device__ constexpr bool rotates(int group) { return group == 1 || group == 4 || (group == 0 && Ends); }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
                        kLeastParts = kSpans > kRotators / 32 ? kSpans : kRotators / 32;
-  static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;  // see `PhaseWalk`
-  static __device__ constexpr bool rotates(int group) {
-    return kStagersRotate ? group >= 2 : Ends ? group < 2 : group == 1;
-  }
+  static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;                   // see `PhaseWalk`
+  static constexpr int kAhead = Groups == 5 ? 2 : 4;                                           // see `RowStage`
   static constexpr int kHolders = 128, kTiles = 4, kHeld = S::kState, kSizeState = kHeld / 2;  // see `Part`
   static constexpr bool kPairedRows = true;
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
@@ -322,9 +321,11 @@ struct Pipeline {
       if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
         float by[32];
-        output.make_gates(by);
-        if (next.count > 0) output.load(next.count);
+        if constexpr (H::kGroups == 4) output.make_gates(by);
+        if (H::kGroups == 4 && next.count > 0) output.load(next.count);
         finish_products(m, o, turn, skip);
+        if constexpr (H::kGroups == 5) output.make_gates(by);
+        if (H::kGroups == 5 && next.count > 0) output.load(next.count);
         wgmma_wait<0>();
         pin(o);
         if constexpr (O::kNorm) normalize(o, norm_eps);
@@ -449,8 +450,6 @@ struct Pipeline {
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
     ValueStage<H> value_stage(in.v + values_of(start));
-    Walk walk(angles_of(start));
-    if constexpr (H::rotates(2)) begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -460,27 +459,37 @@ struct Pipeline {
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
       bool found = false;
-      if (next.count > 0) found = store_values(value_stage, next, turn);
-      if (after.count > 0) value_stage.load(after.count);
-      if constexpr (H::rotates(2)) found |= make_rotations(walk, all);
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
+        found = store_values(value_stage, next, turn);
         rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
                    stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, table(turn + 1),
                    ends && stages_keys ? next.count - 1 : -1,
-                   O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, after.count);
-        fence_async_proxy();
-      } else if (after.count > 0) {
-        rows.begin(after.count);
+                   O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
       if (second && thread < 32 && after.count > 0) {
         const bool more = after.t + after.count < after.end;
         make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
       }
       if (second) wait_for_copies();
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(2)) lose(walk, after);
-      });
+      fence_async_proxy();
+      if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
+        value_stage.load(after.count);
+        rows.begin(after.count);
+      }
+      pass(found, turn, [] {});
+    }
+  }
+
+  // ---- warpgroup 4 ----
+
+  __device__ __forceinline__ void rotate() const {
+    Walk walk(angles_of(start));
+    begin(walk);
+    __syncthreads();
+    for (auto all = chunks(); all.any(); all.pass()) {
+      const Chunk after = all.after();
+      pass(make_rotations(walk, all), all.turn, [&] { lose(walk, after); });
     }
   }
 };
@@ -488,8 +497,8 @@ struct Pipeline {
 // One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: one
 // for each piece of a segment but the last one's; its state, decay and phases are written, from a zero state or from
 // its sequence's if that begins in the piece. There are `pieces` of a row, as many of each segment.
-template <class S, int Tokens, class O, bool Ends>
-__global__ void __launch_bounds__(512, 1)
+template <class S, int Tokens, int Groups, class O, bool Ends>
+__global__ void __launch_bounds__(128 * Groups, 1)
     mamba3_pipeline(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const float* q_bias,
                     const float* k_bias, const float* angles, const float* adt, const float* dt, const float* trap,
                     const float* mimo_v, const float* mimo_o, const __nv_bfloat16* z, const float* mimo_z,
@@ -498,7 +507,7 @@ __global__ void __launch_bounds__(512, 1)
                     unsigned* phases, __nv_bfloat16* y, float* final_angle, float* final_ssm, float* final_k,
                     float* final_v, int seq, int segments, int segment_tokens, int pieces, int piece_tokens,
                     int sequences, float norm_eps) {
-  using H = PipelineShape<S, Tokens, O, Ends>;
+  using H = PipelineShape<S, Tokens, Groups, O, Ends>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const Arrays<S> in{q,           k,      v,   z,  q_bias, k_bias,      mimo_v,    mimo_o,  mimo_z,  D,
                      norm_weight, angles, adt, dt, trap,   state_angle, state_ssm, state_k, state_v, cu_seqlens};
@@ -537,18 +546,24 @@ __global__ void __launch_bounds__(512, 1)
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
-  // Warpgroups take and give registers of 128 a thread. The sum must stay, or the block would wait for more forever.
+  // Warpgroups take and give registers, of 128 a thread if they are four, of 96 if they are five. The sum must stay, or
+  // the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (!Ends) take_registers<H::kStagersRotate ? 160 : 144>();
+    if constexpr (!Ends) take_registers<Groups == 4 ? 144 : 128>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
-    if constexpr (!Ends && H::kStagersRotate) give_registers<96>();
+    if constexpr (Groups == 5) take_registers<112>();
     block.walk_state();
-  } else {
-    if constexpr (!Ends && !H::kStagersRotate) give_registers<120>();
+  } else if (role < 4) {
+    if constexpr (!Ends) give_registers<Groups == 4 ? 120 : 88>();
     block.stage();
+  } else {
+    if constexpr (Groups == 5) {
+      give_registers<64>();
+      block.rotate();
+    }
   }
 }
 

@@ -7,20 +7,21 @@
 namespace jax_ssd {
 
 // What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
-// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. As soon as a row is
-// staged, the next chunk's is loaded, so that it has a whole turn to arrive.
+// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. Rows are loaded a turn
+// ahead, all of them or the first kAhead; then, as soon as two are staged, those two rounds further.
 template <class H>
 struct RowStage {
   using S = typename H::S;
   // To the ends of segments all stagers have keys; else half of them have queries.
   static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
   static constexpr int kApart = kThreads / 8, kOwn = H::kRows / kApart;
+  static constexpr int kAhead = H::kAhead < kOwn ? H::kAhead : kOwn;
   static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
   Unit<S> bias[kUnits];
   unsigned identity;
-  unsigned raw[kOwn][kUnits][4];
+  unsigned raw[kAhead][kUnits][4];
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
   static __device__ __forceinline__ int first_row() { return thread_here() % kThreads / 8; }
@@ -40,19 +41,18 @@ struct RowStage {
     for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + rank() * S::kState, lane() + 8 * i);
   }
 
-  // The rows of the first chunk, of `coming` tokens.
-  __device__ __forceinline__ void begin(int coming) {
+  // The first rows of a chunk of `count` tokens, the next one that is stored.
+  __device__ __forceinline__ void begin(int count) {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) load(own, coming);
-    from += (long long)coming * (S::kRank * kRow);
+    for (int own = 0; own < kAhead; ++own) load(own, own, count);
   }
 
-  // Rotates the rows of the chunk that is there to a matrix with panels of `panel` bytes, and loads those of the next
-  // one, of `coming` tokens if there is one. last_key: where the keys of token `last` are written in float32 too.
+  // Rotates the rows of a chunk of `count` tokens to a matrix with panels of `panel` bytes, after which the next one
+  // can begin. last_key: where the keys of token `last` are written in float32 too.
   __device__ __forceinline__ void store(unsigned to, int panel, const typename H::Table& table, int last,
-                                        float* last_key, int coming) {
+                                        float* last_key, int count) {
     const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
-#pragma unroll
+#pragma unroll(kAhead == kOwn ? kOwn / 2 : 1)
     for (int round = 0; round < kOwn / 2; ++round) {
       const auto token_of = [&](int j) { return token(2 * round + j); };
       float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
@@ -74,7 +74,8 @@ struct RowStage {
           const int unit = lane() + 8 * i;
           Unit<S> x;
 #pragma unroll
-          for (int e = 0; e < 8; e += 4) add_pairs(x.v + e, raw[own][i] + e / 2, identity, bias[i].v + e);
+          for (int e = 0; e < 8; e += 4)
+            add_pairs(x.v + e, raw[kAhead == kOwn ? own : j][i] + e / 2, identity, bias[i].v + e);
           if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
           if (token_of(j) == last) x.write(last_key + rank() * S::kState, unit);
           unsigned words[4];
@@ -82,25 +83,25 @@ struct RowStage {
           for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
           write(base + own * kApart * 128, panel, i, words);
         }
-        if (coming > 0) load(own, coming);
+        if (kAhead < kOwn && own + kAhead < kOwn) load(j, own + kAhead, count);
       }
     }
-    from += (long long)coming * (S::kRank * kRow);
+    from += (long long)count * (S::kRank * kRow);
   }
 
  private:
   // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
-  __device__ __forceinline__ void load(int own, int count) {
+  __device__ __forceinline__ void load(int to, int own, int count) {
     const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(), count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (S::kHalf) {
         const uint2 low = *reinterpret_cast<const uint2*>(row + column(i, 0));
         const uint2 high = *reinterpret_cast<const uint2*>(row + column(i, 1));
-        raw[own][i][0] = low.x, raw[own][i][1] = low.y, raw[own][i][2] = high.x, raw[own][i][3] = high.y;
+        raw[to][i][0] = low.x, raw[to][i][1] = low.y, raw[to][i][2] = high.x, raw[to][i][3] = high.y;
       } else {
         const uint4 all = *reinterpret_cast<const uint4*>(row + column(i, 0));
-        raw[own][i][0] = all.x, raw[own][i][1] = all.y, raw[own][i][2] = all.z, raw[own][i][3] = all.w;
+        raw[to][i][0] = all.x, raw[to][i][1] = all.y, raw[to][i][2] = all.z, raw[to][i][3] = all.w;
       }
     }
   }
@@ -128,7 +129,6 @@ struct ValueStage {
   static constexpr bool kWeighted = H::O::kWeighted;
   static constexpr int kApart = H::kStagers / 8, kOwn = H::kRows / kApart;
   static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
-  unsigned identity;
   uint4 raw[kOwn];
   const __nv_bfloat16* from;  // of the next chunk
 
@@ -142,7 +142,7 @@ struct ValueStage {
 
   // v: at the first token and the head.
   __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
-      : identity(identity_tile()), from(v + token(0) * (S::kHeads * S::kHeadDim) + column()) {}
+      : from(v + token(0) * (S::kHeads * S::kHeadDim) + column()) {}
 
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
@@ -161,7 +161,6 @@ struct ValueStage {
                                         const float* mimo_v, const float* kept, int* bad) {
     const unsigned base = values.address(first_row(), column() / 16 * 16) + column() % 16;
     const unsigned apart = kept_values.base - values.base;
-    const float none[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float weights[8];
     if constexpr (kWeighted) load_values(weights, mimo_v + rank() * S::kHeadDim + column());
     bool found = false;
@@ -173,9 +172,9 @@ struct ValueStage {
         const float keep = kept[token(own)];
         const unsigned pairs[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         unsigned words[4], kept_words[4], probe = 0;
-        float x[8];
+        float x[8];  // not by `add_pairs`: while a turn begins products have the tensor cores
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) add_pairs(x + e, pairs + e / 2, identity, none);
+        for (int e = 0; e < 4; ++e) x[2 * e] = low_of_pair(pairs[e]), x[2 * e + 1] = high_of_pair(pairs[e]);
 #pragma unroll
         for (int e = 0; e < 8 && kWeighted; ++e) x[e] *= weights[e];
 #pragma unroll
