@@ -22,7 +22,8 @@ BARS = {("bfloat16", "highest"): 5.1e-3, ("float32", "highest"): 2.2e-6, ("float
 class Call:
     """Sizes and options. options: letters of what is given: mimo_v, mimo_o (r, f), z, D, norm_weight (n), state (s).
 
-    cu_seqlens: packed sequences. segments, pieces, portable: the plan is made so. poison: an operand, and where it is NaN.
+    cu_seqlens: packed sequences. segments, pieces, portable: the plan is made so. poison: an operand, and where it is
+    NaN.
     """
 
     name: str
@@ -141,6 +142,7 @@ def errors(results, truth) -> dict[str, float]:
 
 _MODEL: dict[str, Any] = {"head_dim": 64, "state": 128, "pairs": 32, "groups": 1}
 _ALL_PAIRS: dict[str, Any] = _MODEL | {"pairs": 64}
+_NARROW: dict[str, Any] = _MODEL | {"head_dim": 40, "pairs": 5}
 CALLS = (
     Call("all options"),
     Call("half, odd pairs", rotary="half", pairs=5),
@@ -179,7 +181,7 @@ CALLS = (
     Call("wgmma, rank 8", rank=8, **_MODEL),
     Call("wgmma, rank 16, ranks kept", rank=16, options="rzD", **_MODEL),
     Call("wgmma, rank 2", rank=2, options="rfzDn", rotary="half", **_MODEL),
-    Call("wgmma, head_dim 40", rank=1, options="zDns", **_MODEL | {"head_dim": 40, "pairs": 5}),
+    Call("wgmma, head_dim 40", rank=1, options="zDns", **_NARROW),
     Call("chunk 5", chunk_size=5, **_MODEL),
     Call("one token", seq=1, **_MODEL),
 )  # fmt: skip

@@ -86,16 +86,25 @@ def test_ranks_are_kept_without_their_fold():
     assert made.results[0].shape == (2, 100, 4, 4, 64)
 
 
-def test_segments_cover_the_row():
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_segments_and_their_pieces_cover_the_row(pieces):
     p = problem(batch=1, heads=4, seq=100_003)
     config_ = plan.tiles(p, ["sm_90"])
-    made = plan.forward(p, dataclasses.replace(config_, segments=7), ["sm_90"])
+    made = plan.forward(p, dataclasses.replace(config_, segments=7, pieces=pieces), ["sm_90"])
     scalars = [argument for argument in made.launches[-1].arguments if isinstance(argument, ScalarArg)]
-    assert len(scalars) == 5
-    seq, segments, segment_tokens = (int(argument.value) for argument in scalars[:3])
+    assert len(scalars) == 7
+    seq, segments, segment_tokens, ends, piece_tokens = (int(argument.value) for argument in scalars[:5])
     assert seq == 100_003
-    assert segment_tokens % config_.tokens == 0
+    assert segment_tokens == pieces * piece_tokens and piece_tokens % config_.tokens == 0
     assert (segments - 1) * segment_tokens < seq <= segments * segment_tokens
+    assert ends == pieces * (segments - 1)
+    assert [launch.grid[0] for launch in made.launches] == [4 * ends, 4 * segments]
+
+
+def test_pieces_fill_the_multiprocessors():
+    long_row = plan.tiles(problem(batch=1, seq=131072, heads=32), ["sm_90"])
+    assert (long_row.segments, long_row.pieces) == (4, 4)
+    assert plan.tiles(problem(batch=8, seq=16384, heads=32), ["sm_90"]).segments == 1
 
 
 @pytest.mark.parametrize(
@@ -141,6 +150,8 @@ def test_tiles_that_contradict_themselves():
         plan.Tiles(64, 16, 1, 1, 4, False)
     with pytest.raises(ValueError, match="one block and 4 or 5 teams"):
         plan.Tiles(64, 16, 1, 2, 4, True)
+    with pytest.raises(ValueError, match="1 without the pipeline"):
+        plan.Tiles(64, 16, 2, 1, 1, False, pieces=2)
     with pytest.raises(ValueError, match="does not serve"):
         plan.forward(problem(dtype="float32"), plan.Tiles(64, 16, 1, 1, 4, True), ["sm_90"])
     with pytest.raises(ValueError, match="more than 16 rows"):

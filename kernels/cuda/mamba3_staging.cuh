@@ -62,7 +62,7 @@ struct Schedule {
 
 // A chunk's part of the schedule as it is given, and dt and trap of the token after it, where there is one.
 template <int Tokens>
-struct GivenSchedule {
+struct alignas(16) GivenSchedule {
   float adt[Tokens], dt[Tokens + 1], trap[Tokens + 1];
 };
 
@@ -298,14 +298,24 @@ struct PhaseWalk {
 #pragma unroll
     for (int i = 0; i < kSets * kSpan; ++i) given[i] = angles[i];
     if (next_count > 0) load(next_count);
+    // Where tokens are the parts' alone and spans fours, a span's dt are loaded at once; rotations beyond the chunk are
+    // written like others, and finite.
+    constexpr bool kWhole = Parts * kSpan == Tokens;
 #pragma unroll 1
     for (int set = 0; set < kSets; ++set) {
       float steps[kSpan];
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         const int c = part * kSpan + i;
-        steps[i] = turns_of_step(given[i], c < count ? dt[c] : 0.0f);
+        if constexpr (kWhole && kSpan % 4 == 0 && Tokens % 4 == 0) {
+          if (i % 4 == 0) load_values(reinterpret_cast<float (&)[4]>(steps[i]), dt + c);
+          steps[i] = c < count ? steps[i] : 0.0f;
+        } else {
+          steps[i] = c < count ? dt[c] : 0.0f;
+        }
       }
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) steps[i] = turns_of_step(given[i], steps[i]);
       unsigned sums[kSpan], sum = 0;
       bool finite = true;
 #pragma unroll
@@ -332,7 +342,7 @@ struct PhaseWalk {
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         const int c = part * kSpan + i;
-        if (pair(set) < S::kPairs && c < count) {
+        if (pair(set) < S::kPairs && (kWhole || c < count)) {
           float sine, cosine;
           if constexpr (S::kExact) {
             sincos_of_phase(before + sums[i], sine, cosine);
