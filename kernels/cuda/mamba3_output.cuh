@@ -67,7 +67,7 @@ struct OutputStage {
     z += (long long)count * kLine;
   }
 
-  // What the outputs are multiplied by. It overwrites nothing that the products of `o` need.
+  // What the outputs are multiplied by.
   __device__ __forceinline__ void make_gates(float (&by)[32]) const {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {

@@ -44,7 +44,7 @@ struct PipelineShape {
   using O = O_;
   static constexpr bool kEnds = Ends;
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
-  static constexpr int kGroups = Groups, kThreads = 128 * Groups, kStagers = 256;
+  static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
   static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
@@ -321,11 +321,9 @@ struct Pipeline {
       if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
         float by[32];
-        if constexpr (H::kGroups == 4) output.make_gates(by);
-        if (H::kGroups == 4 && next.count > 0) output.load(next.count);
         finish_products(m, o, turn, skip);
-        if constexpr (H::kGroups == 5) output.make_gates(by);
-        if (H::kGroups == 5 && next.count > 0) output.load(next.count);
+        output.make_gates(by);  // while the last product runs
+        if (next.count > 0) output.load(next.count);
         wgmma_wait<0>();
         pin(o);
         if constexpr (O::kNorm) normalize(o, norm_eps);
@@ -546,18 +544,18 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
-  // Warpgroups take and give registers, of 128 a thread if they are four, of 96 if they are five. The sum must stay, or
-  // the block would wait for more forever.
+  // Of five warpgroups with 96 registers a thread, those with accumulators take some of the others'. The sum must stay,
+  // or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (!Ends) take_registers<Groups == 4 ? 144 : 128>();
+    if constexpr (Groups == 5) take_registers<128>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
     block.walk_state();
   } else if (role < 4) {
-    if constexpr (!Ends) give_registers<Groups == 4 ? 120 : 88>();
+    if constexpr (Groups == 5) give_registers<88>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {
