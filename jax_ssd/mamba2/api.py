@@ -151,12 +151,7 @@ def mamba2(
     sizes = _sizes(x, arrays["B"], lead=x.shape[:-3], seq=x.shape[-3])
     _check(name, arrays, sizes, token_axes=("...", "seq"), state="initial_state")
     if segment_ids is not None:
-        segment_ids = shapes.as_array(name, "segment_ids", segment_ids)
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(
-                f"{name}: segment_ids: expected an integer type, got {segment_ids.dtype.name}; convert it to int32."
-            )
-        shapes.require_shape(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+        segment_ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
 
     lead, batch = sizes["..."], math.prod(sizes["..."])
     per_head = _per_head_rows(arrays, accumulator(x.dtype), sizes)
