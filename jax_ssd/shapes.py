@@ -40,9 +40,7 @@ def require_float(op: str, name: str, array: jax.Array) -> None:
         )
 
 
-def labels(
-    op: str, name: str, value, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]
-) -> jax.Array:
+def labels(op: str, name: str, value, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -> jax.Array:
     """The argument as an array of integers of exactly this shape."""
     array = as_array(op, name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):

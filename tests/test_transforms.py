@@ -259,8 +259,9 @@ def test_vmap_of_a_step_equals_a_loop(pattern, implementation):
 
     function = jax.value_and_grad(objective, has_aux=True)
     axes = {name: STEP_PATTERNS[pattern].get(name) for name in token}
-    given = {
-        name: a if axes[name] is None else jnp.stack([a, 0.5 * a, 2 * a], axes[name]) for name, a in token.items()
+    given = token | {
+        name: jnp.stack([token[name] * scale for scale in (1.0, 0.5, 2.0)], axis)
+        for name, axis in STEP_PATTERNS[pattern].items()
     }
     got = jax.jit(jax.vmap(function, in_axes=(axes,)))(given)
     alone = jax.jit(function)
