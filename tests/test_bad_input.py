@@ -371,8 +371,10 @@ def refused_sizes():
     return [
         ("mamba2", wide, ("a state size up to 256, got 300",)),
         ("mamba2_step", step_wide, ("a state size up to 256, got 300",)),
-        ("mamba2", {"chunk_size": 50}, ("a chunk_size of 16, 32, 64, 128", "got 50", "leave it out")),
-        ("mamba2", {"chunk_size": 256}, ("a chunk_size of 16, 32, 64, 128", "got 256", "leave it out")),
+        *(
+            ("mamba2", {"chunk_size": chunk}, ("a chunk_size of 16, 32, 64, 128", f"got {chunk}", "leave it out"))
+            for chunk in (1, 40, 50, 100, 200, 256)
+        ),
         ("mamba2", negative, ("steps >= 0: dt_limit from 0 on, or dt_softplus", "got dt_limit=(-1.0, 1.0)")),
         ("mamba2_step", negative, ("steps >= 0: dt_limit from 0 on, or dt_softplus", "got dt_limit=(-1.0, 1.0)")),
     ]
@@ -417,7 +419,10 @@ def test_float64_is_refused_by_the_kernels(call, x64):
 @pytest.mark.parametrize("call, changes, words", refused_sizes())
 def test_the_default_takes_what_the_kernels_refuse(call, changes, words):
     function, arrays = CALLS[call]
-    static = {n: v for n, v in changes.items() if not isinstance(v, jax.Array)}
-    moving = arrays | {n: v for n, v in changes.items() if isinstance(v, jax.Array)}
     with config.override(target_arch="sm_90"):
-        jax.eval_shape(functools.partial(function, **static), **moving)
+        (path,) = jax_ssd.dispatch_paths(function, **{**arrays, **changes}, platform="cuda")
+    if call == "mamba2_step":  # whose CUDA C++ kernel takes them, and is asked first
+        assert path.implementation == "cuda" and not path.refusals
+    else:
+        assert path.implementation == "xla" and set(path.refusals) == {"cuda", "cutile"}
+        assert all(word in path.refusals["cutile"] for word in words)
