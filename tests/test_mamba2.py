@@ -342,16 +342,18 @@ def packed_arrays(lengths, seed=0):
     return arrays, np.concatenate([[0], np.cumsum(lengths)])
 
 
-@pytest.mark.parametrize("lengths", [(5, 201, 56), (1, 1, 30), (16, 16, 16)])
-def test_packed_segments_equal_separate_runs(lengths, mamba2):
+@pytest.mark.parametrize(
+    "lengths, chunk_size", [((5, 201, 56), 64), ((5, 201, 56), 16), ((1, 1, 40), 16), ((16, 16, 16), 16)]
+)
+def test_packed_segments_equal_separate_runs(lengths, chunk_size, mamba2):
     arrays, edges = packed_arrays(lengths)
     ids = np.repeat([7, 2, 7], lengths)[None]
     state = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, 8, 16)), jnp.float32)
     packed, final = mamba2(
-        **arrays, segment_ids=jnp.asarray(ids), initial_state=state, chunk_size=64, return_final_state=True
+        **arrays, segment_ids=jnp.asarray(ids), initial_state=state, chunk_size=chunk_size, return_final_state=True
     )
     np.testing.assert_array_equal(
-        packed, mamba2(**arrays, segment_ids=jnp.asarray(ids + 1000), initial_state=state, chunk_size=64)
+        packed, mamba2(**arrays, segment_ids=jnp.asarray(ids + 1000), initial_state=state, chunk_size=chunk_size)
     )
     for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         piece = {n: a[:, start:stop] if n in ("x", "dt", "B", "C") else a for n, a in arrays.items()}
@@ -531,6 +533,28 @@ def test_float64(implementation, x64):
     y, final = jax_ssd.mamba2(**arrays, **case.options(), return_final_state=True, implementation=implementation)
     assert (y.dtype, final.dtype) == (jnp.float64, jnp.float64)
     np.testing.assert_allclose(y, truth("packed")["y"], rtol=1e-11, atol=1e-11)
+
+
+def test_inputs_of_32_bits_where_jax_has_64(implementation):
+    """Labels may then be of 64 bits; everything else is as it was."""
+    arrays = base_arrays(batch=1, seq=40, heads=2, groups=1)
+    ids = np.repeat([3, -1, 3, 0], 10)[None]
+
+    def value_and_gradients(ids):
+        moving = {n: jnp.asarray(np.asarray(a)) for n, a in arrays.items()}
+        run = functools.partial(jax_ssd.mamba2, chunk_size=16, precision="highest", implementation=implementation)
+        return jax.jit(
+            jax.value_and_grad(
+                lambda moving, ids: sum((r**2).sum() for r in run(**moving, segment_ids=ids, return_final_state=True))
+            )
+        )(moving, ids)
+
+    expected = value_and_gradients(jnp.asarray(ids))
+    with jax.enable_x64(True):
+        got = value_and_gradients(jnp.asarray(np.where(ids < 0, ids, ids + 2**40)))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_in_float64():
