@@ -126,6 +126,9 @@ def mamba2(
 
         jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names("mamba2_y", "mamba2_final_state"))
 
+    On a mesh, batch and heads may be sharded. Of several leading axes, and of an axis mapped by vmap with the batch
+    behind it, that is the first, with the next if both are; other layouts give the same numbers but are gathered first.
+
     Programs with kernels in them are exported with jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS); the
     process that loads one calls jax_ssd.ffi_targets.register() before it runs it.
 
