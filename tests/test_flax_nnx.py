@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -242,6 +242,11 @@ def test_slips_are_named_at_construction(changes, error, said):
         Mamba2(16, **({"state_dim": 8, "head_dim": 8, "rngs": nnx.Rngs(0)} | changes))
 
 
+@cache
+def some_layer() -> Mamba2:
+    return build()
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "said"),
     [
@@ -269,16 +274,16 @@ def test_slips_are_named_at_construction(changes, error, said):
 )
 def test_slips_are_named_at_the_call(keywords, error, said):
     with pytest.raises(error, match=said):
-        build()(**{"x": np.ones((2, 5, FEATURES), np.float32), **keywords})
+        some_layer()(**{"x": np.ones((2, 5, FEATURES), np.float32), **keywords})
 
 
 def test_a_step_without_a_carry_is_named():
     with pytest.raises(TypeError, match="Mamba2: carry: expected a Mamba2Carry, got NoneType; pass what initialize_ca"):
-        build().step(None, np.ones((2, FEATURES), np.float32))  # type: ignore[arg-type]
+        some_layer().step(None, np.ones((2, FEATURES), np.float32))  # type: ignore[arg-type]
 
 
 def test_lists_are_taken_as_arrays():
-    layer, x, ids = build(), np.zeros((2, 5, FEATURES), np.float32), [[0, 0, 1, 1, -1]] * 2
+    layer, x, ids = some_layer(), np.zeros((2, 5, FEATURES), np.float32), [[0, 0, 1, 1, -1]] * 2
     y = jax.eval_shape(lambda: layer(x.tolist(), segment_ids=ids))  # type: ignore[arg-type]
     assert (y.shape, y.dtype) == (x.shape, jnp.float32)
 

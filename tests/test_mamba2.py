@@ -162,33 +162,37 @@ def test_small_decays_keep_their_digits_after_a_huge_one(size, bar, mamba2):
         assert check.relative_error(y[:, after], expected[:, after]) < bar
 
 
-def test_decays_of_all_sizes_in_one_chunk(implementation):
-    """dt * A from -1 to -1e4 beside each other: every gradient finite and equal to the float64 scan."""
+def decays_of_all_sizes(implementation, dtype=jnp.float32):
+    """y, the final state and every gradient with dt * A from -1 to -1e4 beside each other in a chunk."""
     arrays = base_arrays(heads=2, groups=1)
     steps = np.full((2, 53, 2), 5e-6, np.float32)
     steps[:, ::3] = np.resize([1e-4, 1e-3, 1e-2, 0.1, 1.0], 18)[None, :, None]
-    arrays |= {"dt": jnp.asarray(steps), "A": jnp.asarray([-1e4, -5e3])}
+    arrays |= {"dt": steps, "A": np.array([-1e4, -5e3], np.float32)}
     weight = np.random.default_rng(1).standard_normal(arrays["x"].shape)
 
-    def results(arrays, implementation):
-        def objective(arrays):
-            y, final = jax_ssd.mamba2(
-                **arrays, chunk_size=16, precision="highest", return_final_state=True, implementation=implementation
-            )
-            return (y * jnp.asarray(weight, y.dtype)).sum() + final.sum(), (y, final)
+    def objective(arrays):
+        y, final = jax_ssd.mamba2(
+            **arrays, chunk_size=16, precision="highest", return_final_state=True, implementation=implementation
+        )
+        return (y * jnp.asarray(weight, y.dtype)).sum() + final.sum(), {"y": y, "final_state": final}
 
-        return jax.jit(jax.value_and_grad(objective, has_aux=True))(arrays)
+    given = {name: jnp.asarray(np.asarray(a), dtype) for name, a in arrays.items()}
+    (_, results), gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))(given)
+    return jax.tree.map(np.asarray, {**results, **gradients})
 
-    (_, got), gradients = results(arrays, implementation)
+
+@functools.cache
+def decays_of_all_sizes_in_float64():
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(a), jnp.float64) for name, a in arrays.items()}
-        (_, expected), expected_gradients = results(wide, "reference")
-    # A decay after one of -1e3 is the difference of two sums near 160: about 1e-5 relative.
-    for one, other in zip(got, expected, strict=True):
-        assert check.relative_error(np.asarray(one), np.asarray(other)) < 1e-4
-    for name, gradient in gradients.items():
-        assert np.isfinite(gradient).all(), name
-        assert check.relative_error(np.asarray(gradient), np.asarray(expected_gradients[name])) < 1e-4, name
+        return decays_of_all_sizes("reference", jnp.float64)
+
+
+def test_decays_of_all_sizes_in_one_chunk(implementation):
+    got = decays_of_all_sizes(implementation)
+    for name, expected in decays_of_all_sizes_in_float64().items():
+        assert np.isfinite(got[name]).all(), name
+        # A decay after one of -1e3 is the difference of two sums near 160: about 1e-5 relative.
+        assert check.relative_error(got[name], expected) < 1e-4, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -276,19 +280,9 @@ def test_zero_sized_axes_give_empty_results_and_zero_gradients(axis, mamba2):
 def test_lower_dt_limit_does_not_decay_the_state_in_padding(mamba2):
     arrays = base_arrays(seq=36)
     options = {"dt_limit": (0.5, 1.0), "return_final_state": True}
-
-    def run(arrays, mamba2, **more):
-        def last(arrays):
-            final = mamba2(**arrays, **options, **more)[1]
-            return (final**2).sum(), final
-
-        return jax.value_and_grad(last, has_aux=True)(arrays)
-
-    (_, final), gradients = run(arrays, mamba2, chunk_size=16)
-    (_, expected), expected_gradients = run(arrays, jax_ssd.mamba2, implementation="reference")
+    _, final = mamba2(**arrays, **options, chunk_size=16)
+    _, expected = jax_ssd.mamba2(**arrays, **options, implementation="reference")
     np.testing.assert_allclose(final, expected, rtol=2e-5, atol=2e-6)
-    for name in ("initial_state", "x", "B"):
-        np.testing.assert_allclose(gradients[name], expected_gradients[name], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("split", [1, 16, 40])
@@ -363,18 +357,30 @@ def test_packed_segments_equal_separate_runs(lengths, chunk_size, mamba2):
     np.testing.assert_allclose(final, last, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_their_own_lengths_and_states(side, mamba2):
-    """Rows of 5, 201 and 56 tokens, padded to the longest, equal runs alone from their own states."""
-    lengths = (5, 201, 56)
-    arrays = base_arrays(batch=3, seq=201)
-    real = np.stack([np.arange(201) < n if side == "right" else np.arange(201) >= 201 - n for n in lengths])
-    y, final = mamba2(**arrays, segment_ids=jnp.asarray(np.where(real, 0, -1)), chunk_size=64, return_final_state=True)
-    np.testing.assert_array_equal(np.asarray(y)[~real], 0)
+def padded_rows(side):
+    """Arrays of three rows, and which tokens of theirs are real."""
+    real = [np.arange(201) < n if side == "right" else np.arange(201) >= 201 - n for n in (5, 201, 56)]
+    return base_arrays(batch=3, seq=201), np.stack(real)
+
+
+@functools.cache
+def rows_alone(side):
+    arrays, real = padded_rows(side)
+    results = []
     for row in range(3):
         alone = {n: a[row][real[row]] if n in ("x", "dt", "B", "C") else a for n, a in arrays.items()}
         alone["initial_state"] = arrays["initial_state"][row]
-        expected = jax_ssd.mamba2(**alone, return_final_state=True, implementation="reference")
+        results.append(jax_ssd.mamba2(**alone, return_final_state=True, implementation="reference"))
+    return results
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_their_own_lengths_and_states(side, mamba2):
+    """Rows of 5, 201 and 56 tokens, padded to the longest, equal runs alone from their own states."""
+    arrays, real = padded_rows(side)
+    y, final = mamba2(**arrays, segment_ids=jnp.asarray(np.where(real, 0, -1)), chunk_size=64, return_final_state=True)
+    np.testing.assert_array_equal(np.asarray(y)[~real], 0)
+    for row, expected in enumerate(rows_alone(side)):
         np.testing.assert_allclose(y[row][real[row]], expected[0], rtol=5e-5, atol=5e-5)
         np.testing.assert_allclose(final[row], expected[1], rtol=5e-5, atol=5e-5)
 
@@ -413,13 +419,15 @@ def of_200_tokens():
     return arrays, y_and_gradients(arrays, implementation="reference")
 
 
-def y_and_gradients(arrays, **options):
+def y_and_gradients(arrays, gradients=True, **options):
     def total(arrays):
         y = jax_ssd.mamba2(**arrays, **options)
         return (y**2).sum(), y
 
-    (_, y), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(arrays)
-    return {"y": y, **gradients}
+    if not gradients:
+        return {"y": total(arrays)[1]}
+    (_, y), found = jax.jit(jax.value_and_grad(total, has_aux=True))(arrays)
+    return {"y": y, **found}
 
 
 @pytest.mark.parametrize(
@@ -430,10 +438,12 @@ def y_and_gradients(arrays, **options):
 )
 def test_results_do_not_depend_on_the_chunk(chunk_size, implementation):
     arrays, expected = of_200_tokens()
-    got = y_and_gradients(arrays, chunk_size=chunk_size, precision="highest", implementation=implementation)
+    gradients = implementation == "cutile" or chunk_size in (40, 50, 256)  # others cost a compilation more each
+    options = {"chunk_size": chunk_size, "precision": "highest", "implementation": implementation}
+    got = y_and_gradients(arrays, gradients, **options)
     np.testing.assert_allclose(got["y"], expected["y"], rtol=5e-5, atol=5e-5)
-    for name, array in expected.items():
-        assert check.relative_error(np.asarray(got[name]), np.asarray(array)) < 1e-4, name
+    for name, array in got.items():
+        assert check.relative_error(np.asarray(array), np.asarray(expected[name])) < 1e-4, name
 
 
 def test_the_future_does_not_move_the_past(mamba2):
@@ -497,6 +507,17 @@ def test_the_xla_implementation_is_linear_in_the_length():
 # Types, shapes of the call, derivatives.
 
 
+SIX_ROWS = np.arange(6)[:, None] + np.where(np.arange(20) < 7, 0, 9)  # labels
+
+
+@functools.cache
+def six_rows():
+    arrays = base_arrays(batch=6, seq=20)
+    return jax_ssd.mamba2(
+        **arrays, segment_ids=jnp.asarray(SIX_ROWS), return_final_state=True, implementation="reference"
+    )
+
+
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 0)])
 def test_any_number_of_leading_axes(lead, mamba2):
     arrays = base_arrays(batch=6, seq=20)
@@ -506,14 +527,13 @@ def test_any_number_of_leading_axes(lead, mamba2):
         for n, a in arrays.items()
     }
     count = int(np.prod(lead, dtype=int))
-    ids = jnp.repeat(jnp.arange(6)[:, None], 20, 1).at[:, 7:].add(9)[:count].reshape(*lead, 20)
+    ids = jnp.asarray(SIX_ROWS[:count].reshape(*lead, 20))
     y, final = mamba2(**shaped, segment_ids=ids, chunk_size=16, return_final_state=True)
     assert y.shape == shaped["x"].shape
     assert final.shape == (*lead, 4, 8, 16)
-    flat = {n: a[:count] if n in per_row else a for n, a in arrays.items()}
-    expected = mamba2(**flat, segment_ids=ids.reshape(count, 20), chunk_size=16, return_final_state=True)
-    np.testing.assert_allclose(y, expected[0].reshape(y.shape), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(final, expected[1].reshape(final.shape), rtol=1e-6, atol=1e-6)
+    expected = six_rows()
+    np.testing.assert_allclose(y, expected[0][:count].reshape(y.shape), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(final, expected[1][:count].reshape(final.shape), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -527,12 +547,12 @@ def test_types_of_results_and_gradients(dtype, mamba2):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_float64(implementation, x64):
+def test_types_in_float64(implementation, x64):
     case = BY_NAME["packed"]
     arrays = {n: a.astype("float64") if n in differentiable(case.inputs()) else a for n, a in case.inputs().items()}
-    y, final = jax_ssd.mamba2(**arrays, **case.options(), return_final_state=True, implementation=implementation)
+    run = functools.partial(jax_ssd.mamba2, **case.options(), return_final_state=True, implementation=implementation)
+    y, final = jax.eval_shape(lambda: run(**arrays))
     assert (y.dtype, final.dtype) == (jnp.float64, jnp.float64)
-    np.testing.assert_allclose(y, truth("packed")["y"], rtol=1e-11, atol=1e-11)
 
 
 def test_inputs_of_32_bits_where_jax_has_64(implementation):
@@ -540,24 +560,23 @@ def test_inputs_of_32_bits_where_jax_has_64(implementation):
     arrays = base_arrays(batch=1, seq=40, heads=2, groups=1)
     ids = np.repeat([3, -1, 3, 0], 10)[None]
 
-    def value_and_gradients(ids):
-        moving = {n: jnp.asarray(np.asarray(a)) for n, a in arrays.items()}
-        run = functools.partial(jax_ssd.mamba2, chunk_size=16, precision="highest", implementation=implementation)
-        return jax.jit(
-            jax.value_and_grad(
-                lambda moving, ids: sum((r**2).sum() for r in run(**moving, segment_ids=ids, return_final_state=True))
-            )
-        )(moving, ids)
-
-    expected = value_and_gradients(jnp.asarray(ids))
+    options: dict[str, Any] = {"return_final_state": True, "chunk_size": 16, "precision": "highest"}
+    expected = jax_ssd.mamba2(**arrays, segment_ids=ids, **options, implementation="reference")
     with jax.enable_x64(True):
-        got = value_and_gradients(jnp.asarray(np.where(ids < 0, ids, ids + 2**40)))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == jnp.float32
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        given = {n: jnp.asarray(np.asarray(a)) for n, a in arrays.items()}
+        labels = np.where(ids < 0, ids, ids + 2**40)
+
+        def run(given):
+            return jax_ssd.mamba2(**given, segment_ids=labels, **options, implementation=implementation)
+
+        got = run(given)
+        gradients = jax.eval_shape(jax.grad(lambda given: sum(a.sum() for a in run(given))), given)
+    assert {array.dtype for array in (*got, *gradients.values())} == {jnp.dtype(jnp.float32)}
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_in_float64():
+def test_values_and_gradients_in_float64():
     for name, array in check.evaluate(BY_NAME["packed"], "xla", wide=True).items():
         assert check.relative_error(array, truth("packed")[name]) < 1e-12, name
 
@@ -664,7 +683,7 @@ def test_random_calls_split_anywhere_agree_with_the_reference(implementation, si
     np.testing.assert_allclose(last, final, rtol=1e-4, atol=1e-4)
 
 
-@few(max_examples=5)
+@few(max_examples=3)
 @hypothesis.given(sizes=SHAPES, data=st.data())
 def test_random_futures_do_not_move_the_past(implementation, sizes, data):
     case = Case("", **{**sizes, "seq": 40, "packed": False}, groups=1)

@@ -229,7 +229,7 @@ def test_steps_in_float64(x64):
     assert_close((y, state), run(given, "reference", return_final_state=True), 1e-12)
 
 
-@pytest.mark.parametrize("lead", [(), (3, 2), (0,), (2, 0)])
+@pytest.mark.parametrize("lead", [(), (3, 2), (2, 0)])
 def test_a_step_has_any_number_of_leading_axes(lead, implementation):
     token = first_token(dataclasses.replace(CASE, batch=6, seq=1, gate=True).inputs())
     count = math.prod(lead)
@@ -242,9 +242,7 @@ def test_a_step_has_any_number_of_leading_axes(lead, implementation):
 
 
 STEP_PATTERNS = {
-    "state": {"state": 0},
-    "A and D": {"A": 0, "D": 0},
-    "x and dt_bias": {"x": 0, "dt_bias": 0},
+    "parameters": {"A": 0, "D": 0, "dt_bias": 0},
     "last axis": {"state": -1, "x": -1, "B": -1, "z": -1},
 }
 
