@@ -760,10 +760,11 @@ def test_slips_are_named(words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint32"])
 @pytest.mark.parametrize("bounds", [[0, 5], [1, 19], [0, 12, 7, 19]])
-def test_boundaries_must_cover_the_tokens(bounds):
+def test_boundaries_must_cover_the_tokens(bounds, dtype):
     with pytest.raises(ValueError, match="cu_seqlens: expected values from 0 to seq = 19 that never decrease"):
-        jax_ssd.mamba3(**case(batch=1), cu_seqlens=np.array(bounds))
+        jax_ssd.mamba3(**case(batch=1), cu_seqlens=np.array(bounds, dtype))
 
 
 def test_types_are_named():

@@ -508,6 +508,8 @@ def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
             "the sequences end to end along seq, or use jax.vmap over packs."
         )
     values = _concrete(bounds)
+    if values is not None:
+        values = values.astype(np.int64)  # differences of unsigned numbers are never negative
     if values is not None and (values[0] != 0 or values[-1] != sizes["seq"] or (np.diff(values) < 0).any()):
         raise ValueError(
             f"{name}: cu_seqlens: expected values from 0 to seq = {sizes['seq']} that never decrease, got "
