@@ -95,7 +95,7 @@ def autotune(
       seconds: after which nothing new is tried for one plan.
       quick: try the likeliest few choices only, and only those of the implementation that implementation=None takes: a
         second or two for a plan.
-      **kwargs: its keyword arguments. Those that are not arrays are taken as static.
+      **kwargs: its keyword arguments. Those that are neither arrays nor trees of them are taken as static.
 
     Returns:
       One Tuned per distinct plan, in program order. Empty if the function calls no kernel of this library.
