@@ -10,6 +10,7 @@ import pytest
 
 import jax_ssd
 from jax_ssd import Mamba3State
+from jax_ssd.mamba3 import phase
 from tests import mamba3_float64 as oracle
 
 IMPLEMENTATIONS = ["reference", "xla"]
@@ -325,6 +326,40 @@ def test_error_is_the_same_at_2048_and_at_32768_tokens():
     assert short < 2.2e-6 and long < min(2.2e-6, 2 * short)
 
 
+def test_the_phase_is_an_exact_sum():
+    """Of increments in units of 2^-32 turns, at 2,048 tokens and at 32,768, in whatever pieces it is made."""
+    rng = np.random.default_rng(0)
+    angles, dt = (np.float32(scale * rng.uniform(size=(32768, 3))) for scale in (2, 0.2))
+    steps = phase.increment(jnp.asarray(angles), jnp.asarray(dt))
+    wrapped = np.cumsum(np.asarray(steps.turns, np.int64), 0).astype(np.int32)
+    turns = np.cumsum(0.5 * np.tanh(np.float64(angles)) * dt, 0)
+    assert turns[-1].min() > 300
+    zero = phase.start(jnp.zeros(3))
+    np.testing.assert_array_equal(phase.advance_all(zero, steps, 0).turns, wrapped)
+    for size in (1000, 2048):
+        now = zero
+        for low in range(0, 32768, size):
+            piece = phase.Phase(*(a[low : low + size] for a in steps))
+            now = phase.Phase(*(a[-1] for a in phase.advance_all(now, piece, 0)))
+            np.testing.assert_array_equal(now.turns, wrapped[min(low + size, 32768) - 1])
+    for seq in (2048, 32768):
+        off = wrapped[seq - 1] * 2.0**-32 - turns[seq - 1]
+        # Each increment is as exact as float32 has it, so the sum is too, relative to itself.
+        assert np.abs(off - np.round(off)).max() < 6e-8 * turns[seq - 1].max()
+
+
+def test_the_phase_of_a_packed_sequence_is_that_of_the_sequence_alone(mamba3):
+    """Whatever comes before: as a difference of sums from the start of the pack it would lose digits."""
+    bounds = [0, 50, 51, 80]
+    arrays = case(batch=1, seq=80, gate=False, norm=False, skip=False)
+    arrays["angles"] = np.abs(arrays["angles"])
+    arrays["dt"][..., :50] *= 100  # thousands of radians
+    _, state = mamba3(**arrays, cu_seqlens=np.array(bounds), return_final_state=True)
+    for j in (1, 2):
+        _, alone = oracle.run(**wide(part(arrays, *bounds[j : j + 2])))
+        assert state_error(jax.tree.map(lambda a, j=j: a[j : j + 1], state), alone) < 2.2e-6
+
+
 # Identities.
 
 
@@ -501,6 +536,18 @@ def test_the_first_token_has_no_decay_and_no_phase():
     assert np.abs(gradients["angles"][:, 0]).max() < 1e-5 * np.abs(gradients["angles"]).max()
 
 
+def test_a_turn_of_all_phases_changes_nothing(implementation):
+    """So the angle of a state that is zero otherwise has no gradient: it is the sum of those of all phases."""
+    arrays = case(initial=True)
+    zeros = jax.tree.map(np.zeros_like, arrays["initial_state"])
+    arrays["initial_state"] = zeros._replace(angle=arrays["initial_state"].angle)
+    gradients = loss_gradients(arrays, implementation)
+    each = np.abs(gradients["angles"]).max()
+    assert np.abs(gradients["initial_state"].angle).max() < 1e-5 * each
+    gradients = loss_gradients(case(initial=True), implementation)
+    assert np.abs(gradients["initial_state"].angle).max() > 1e-2 * each
+
+
 def test_no_tokens_pass_the_state_through(mamba3):
     arrays = case(seq=0, initial=True)
     y, state = mamba3(**arrays, return_final_state=True)
@@ -521,6 +568,8 @@ def test_bfloat16(mamba3):
     y, state = mamba3(**low, return_final_state=True)
     assert y.dtype == jnp.bfloat16
     assert error(y, expected) < 5.1e-3
+    # Neither angles nor steps nor weights are rounded with the values: the state is as exact as in float32.
+    assert state_error(state, expected_state) < 2.2e-6
     assert [a.dtype.name for a in state] == ["float32"] * 4
     low.pop("initial_state")
     state = mamba3(**low, return_final_state=True)[1]
@@ -528,10 +577,20 @@ def test_bfloat16(mamba3):
 
 
 def test_gradients_have_the_types_of_their_arguments():
-    arrays = case(initial=True)
-    low = {n: jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), a) for n, a in arrays.items()}
+    """All fifteen and the four of the state, each argument having a type of its own."""
+    arrays: dict[str, Any] = case(initial=True)
+    moving = ("q", "k", "v", "z")
+    others = [n for n in arrays if n not in moving]
+    types = dict.fromkeys(moving, "bfloat16") | dict(zip(others, ("float32", "bfloat16", "float16") * 5, strict=False))
+    state = arrays["initial_state"]
+    low: dict[str, Any] = {n: jnp.asarray(a, types[n]) for n, a in arrays.items() if n != "initial_state"}
+    low["initial_state"] = Mamba3State(
+        *(jnp.asarray(a, t) for a, t in zip(state, ("float32", "bfloat16", "float16", "bfloat16"), strict=True))
+    )
     gradients = jax.eval_shape(lambda a: loss_gradients(a, "xla"), low)
-    assert {g.dtype.name for g in jax.tree.leaves(gradients)} == {"bfloat16"}
+    assert len(jax.tree.leaves(gradients)) == 19
+    for (path, g), a in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(low), strict=True):
+        assert (g.shape, g.dtype) == (a.shape, a.dtype), path
 
 
 @pytest.mark.parametrize("adt", [-1e5, -80.0, 0.0])
@@ -543,6 +602,37 @@ def test_extreme_decays_have_finite_gradients(adt):
     assert error(jax_ssd.mamba3(**arrays, precision="highest"), expected) < 2.2e-6
     for gradient in jax.tree.leaves(loss_gradients(arrays, "xla")):
         assert np.isfinite(gradient).all()
+
+
+def test_decays_of_many_sizes_in_one_chunk_have_the_gradients_of_float64():
+    arrays = case(seq=40, initial=True)
+    decays = [-1, -10, -1e-3, -1e2, -1e-2, -1e3, -1e-4, -1e4, 0]
+    arrays["adt"] = np.resize(np.array(decays, np.float32), arrays["adt"].shape)
+    with jax.enable_x64(True):
+        expected = loss_gradients(wide(arrays), "reference")
+    found = loss_gradients(arrays, "xla")
+    for (path, g), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert error(g, e) < 1e-5, (path, error(g, e))
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-4])
+def test_the_norm_of_tiny_outputs(scale, mamba3):
+    """There norm_eps counts, inside the root and on the mean."""
+    arrays = case(skip=False)
+    arrays["v"] = arrays["v"] * np.float32(scale)
+    expected, _ = oracle.run(**wide(arrays))
+    plain, _ = oracle.run(**wide(arrays), norm_eps=1e-30)
+    assert error(plain, expected) > 1e-3  # so that it is seen
+    assert error(mamba3(**arrays), expected) < 2.2e-6
+
+
+def test_a_token_whose_own_weight_is_next_to_nothing(mamba3):
+    """As a difference of two weights it would be rounding, which the norm then blows up."""
+    arrays = case(seq=40, skip=False)
+    arrays["trap"] = np.where(np.arange(40) % 3 == 0, -14, arrays["trap"]).astype(np.float32)
+    arrays["adt"] = np.where(np.arange(40) % 3 == 0, -30, arrays["adt"]).astype(np.float32)
+    expected, _ = oracle.run(**wide(arrays))
+    assert error(mamba3(**arrays), expected) < 2.2e-6
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "z", "angles", "adt", "dt", "trap"])
@@ -564,12 +654,35 @@ def nan_scan(implementation):
 # Transforms.
 
 
-def test_leading_axes_are_batch(mamba3):
-    arrays = case(batch=4)
-    stacked = {n: a if a is None or a.shape[0] != 4 else a.reshape(2, 2, *a.shape[1:]) for n, a in arrays.items()}
+@pytest.mark.parametrize("lead", [(), (1,), (2, 2), (2, 1, 2), (0, 3)], ids=str)
+def test_leading_axes_are_batch(lead, mamba3):
+    arrays = case(batch=int(np.prod(lead)), seq=6, initial=True)
+    rows = {"q", "k", "v", "z", "angles", "adt", "dt", "trap", "initial_state"}
+
+    def shaped(a):
+        return a.reshape(*lead, *a.shape[1:])
+
+    stacked = {n: jax.tree.map(shaped, a) if n in rows else a for n, a in arrays.items()}
     y, state = mamba3(**stacked, return_final_state=True)
-    np.testing.assert_array_equal(y.reshape(4, *y.shape[2:]), mamba3(**arrays))
-    assert state.ssm.shape[:2] == (2, 2)
+    expected, end = mamba3(**arrays, return_final_state=True)
+    assert y.shape == stacked["v"].shape
+    for a, b in zip((y, *state), (expected, *end), strict=True):
+        np.testing.assert_array_equal(a, shaped(b))
+
+
+@pytest.mark.parametrize("lead", [(), (2, 2), (0,)], ids=str)
+def test_leading_axes_of_a_step(lead, implementation):
+    one = token(case(batch=int(np.prod(lead)), seq=1, initial=True), 0)
+    rows = {"q", "k", "v", "z", "angles", "adt", "dt", "trap", "initial_state"}
+
+    def shaped(a):
+        return a.reshape(*lead, *a.shape[1:])
+
+    stacked = {n: jax.tree.map(shaped, a) if n in rows else a for n, a in one.items()}
+    expected = jax_ssd.mamba3_step(one.pop("initial_state"), **one, implementation=implementation)
+    found = jax_ssd.mamba3_step(stacked.pop("initial_state"), **stacked, implementation=implementation)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, shaped(b))
 
 
 @pytest.mark.parametrize("mapped", ["parameters", "tokens"])
@@ -711,6 +824,18 @@ def test_schedule(A_map):
     np.testing.assert_array_equal(found.angles, np.repeat(angles[:, :, None], 3, 2))
     slope = jax.grad(lambda a: jax_ssd.mamba3_schedule(dd_dt, a, trap, angles, bias, A_map=A_map).adt.sum())(dd_A)
     assert np.isfinite(slope).all()
+
+
+def test_a_schedule_whose_heads_have_angles_of_their_own():
+    rng = np.random.default_rng(0)
+    low = jnp.bfloat16
+    dd_dt, dd_A, trap = (jnp.asarray(rng.standard_normal((5, 3)), low) for _ in range(3))
+    angles, bias = jnp.asarray(rng.standard_normal((5, 3, 4)), low), np.linspace(-3, 1, 3, dtype=np.float32)
+    found = jax_ssd.mamba3_schedule(dd_dt, dd_A, trap, angles, bias)
+    assert {a.dtype.name for a in found} == {"float32"}
+    np.testing.assert_array_equal(found.angles, np.asarray(angles, np.float32))
+    # Sums and exponentials in float32 however the projections are stored.
+    np.testing.assert_allclose(found.dt, np.log1p(np.exp(np.asarray(dd_dt, np.float64) + bias)).T, rtol=1e-6)
 
 
 # What is wrong with a call is said in words.
