@@ -195,6 +195,15 @@ def test_cases_are_found_by_name_prefix_and_size():
     assert len(cases.find("sweep*")) == 20
     (made,) = cases.find("mine=1,128,2,4,16,8,float32")
     assert (made.batch, made.seq, made.groups, made.heads, made.state, made.head_dim) == (1, 128, 2, 4, 16, 8)
+    (made,) = cases.find("mine=1,128,2,4,16,8,float32,rank=3")
+    assert (made.state, made.head_dim, made.dtype, made.rank) == (16, 8, "float32", 3)
+    (made,) = cases.find("mine=1,128,2,4,16,8,rank=1")
+    assert (made.dtype, made.rank) == ("bfloat16", 1)
+    for text in ("mine=1,128,2,4,16", "mine=1,128,2,4,16,x", "mine=1,128,2,4,16,8,rank=", "mine=1,1,1,1,1,1,a,b"):
+        with pytest.raises(ValueError, match="expected name=B,T,G,H,N,P with whole numbers"):
+            cases.find(text)
+    with pytest.raises(ValueError, match="rank must be from 0 to 8, got 9"):
+        cases.find("mine=1,128,2,4,16,8,rank=9")
     with pytest.raises(ValueError, match="no size called 'frist'"):
         cases.find("frist")
     with pytest.raises(ValueError, match="multiple of groups"):
