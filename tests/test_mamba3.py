@@ -308,21 +308,22 @@ def test_error_does_not_grow_with_the_length():
     assert state_error(state, expected_state) < 2.2e-5  # angle: a random walk of roundings of the increments
 
 
+def error_of_a_layers_scan(seq: int, implementation: str, dtype=np.float32) -> float:
+    """With angles, steps and decays as a layer has them: at 32,768 tokens the phase reaches 3,400 radians."""
+    arrays = case(batch=1, seq=seq, rank=4, state=64, head_dim=16, pairs=32)
+    rng = np.random.default_rng(1)
+    arrays["angles"] = rng.uniform(size=arrays["angles"].shape).astype(np.float32)
+    arrays["dt"] = np.logaddexp(0, rng.standard_normal(arrays["dt"].shape) - 3).astype(np.float32)
+    arrays["adt"] = (-np.exp(rng.standard_normal(arrays["adt"].shape)) * arrays["dt"]).astype(np.float32)
+    arrays |= {name: arrays[name].astype(dtype) for name in ("q", "k", "v", "z")}
+    y = jax_ssd.mamba3(**arrays, precision="highest", implementation=implementation)
+    with jax.enable_x64(True):  # numpy's recurrence would take a minute
+        return error(y, jax_ssd.mamba3(**{**dict.fromkeys(arrays), **wide(arrays)}, implementation="xla"))
+
+
 @pytest.mark.slow
 def test_error_is_the_same_at_2048_and_at_32768_tokens():
-    """Angles, steps and decays as a layer has them: the phase reaches 3,400 radians."""
-
-    def error_at(seq):
-        arrays = case(batch=1, seq=seq, rank=4, state=64, head_dim=16, pairs=32)
-        rng = np.random.default_rng(1)
-        arrays["angles"] = rng.uniform(size=arrays["angles"].shape).astype(np.float32)
-        arrays["dt"] = np.logaddexp(0, rng.standard_normal(arrays["dt"].shape) - 3).astype(np.float32)
-        arrays["adt"] = (-np.exp(rng.standard_normal(arrays["adt"].shape)) * arrays["dt"]).astype(np.float32)
-        y = jax_ssd.mamba3(**arrays, precision="highest", implementation="xla")
-        with jax.enable_x64(True):  # numpy's recurrence would take a minute
-            return error(y, jax_ssd.mamba3(**{**dict.fromkeys(arrays), **wide(arrays)}, implementation="xla"))
-
-    short, long = error_at(2048), error_at(32768)
+    short, long = (error_of_a_layers_scan(seq, "xla") for seq in (2048, 32768))
     assert short < 2.2e-6 and long < min(2.2e-6, 2 * short)
 
 
@@ -604,10 +605,14 @@ def test_extreme_decays_have_finite_gradients(adt):
         assert np.isfinite(gradient).all()
 
 
+def mixed_decays(shape: tuple[int, ...]) -> np.ndarray:
+    """Decays of many sizes side by side."""
+    return np.resize(np.array([-1, -10, -1e-3, -1e2, -1e-2, -1e3, -1e-4, -1e4, 0], np.float32), shape)
+
+
 def test_decays_of_many_sizes_in_one_chunk_have_the_gradients_of_float64():
     arrays = case(seq=40, initial=True)
-    decays = [-1, -10, -1e-3, -1e2, -1e-2, -1e3, -1e-4, -1e4, 0]
-    arrays["adt"] = np.resize(np.array(decays, np.float32), arrays["adt"].shape)
+    arrays["adt"] = mixed_decays(arrays["adt"].shape)
     with jax.enable_x64(True):
         expected = loss_gradients(wide(arrays), "reference")
     found = loss_gradients(arrays, "xla")
