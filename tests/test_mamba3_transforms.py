@@ -201,6 +201,28 @@ def test_paths_of_a_call_whose_state_is_a_keyword():
     assert [(path.op, path.implementation) for path in found] == [("mamba3_forward", "cuda")]
 
 
+def test_a_setting_keeps_float32_off_the_tensor_cores(monkeypatch, without_compiling):
+    """Within one process and without clearing anything: whoever calls again gets another program."""
+
+    def found(case):
+        function = functools.partial(run, case=dataclasses.replace(case, precision="default"))
+        (path,) = paths(function, arrays(case), platform="cuda")
+        text = jax.jit(lambda given: function(given)).lower(arrays(case)).as_text()
+        return path.implementation, path.refusals.get("cuda", ""), "precision = [HIGHEST, HIGHEST]" in text
+
+    assert found(PLAIN)[0] == "cuda"
+    monkeypatch.setenv("JAX_SSD_MAMBA3_SCAN", "fma")
+    implementation, refusal, full = found(PLAIN)
+    assert implementation == "xla" and "which JAX_SSD_MAMBA3_SCAN=fma keeps them off" in refusal
+    assert full
+    assert found(CASE)[0] == "cuda"  # bfloat16 is left alone
+    with pytest.raises(NotImplementedError, match="JAX_SSD_MAMBA3_SCAN=fma"):
+        run(arrays(PLAIN), PLAIN, "cuda")
+    same = run(arrays(PLAIN), PLAIN, "xla")
+    monkeypatch.delenv("JAX_SSD_MAMBA3_SCAN")
+    np.testing.assert_array_equal(same, run(arrays(PLAIN), PLAIN, "xla"))
+
+
 @pytest.mark.parametrize("transform", ["jvp", "linearize", "grad of grad"])
 def test_other_derivatives_are_refused_in_words(transform):
     given = arrays(dataclasses.replace(PLAIN, seq=3))
