@@ -40,6 +40,15 @@ def test_agrees_with_float64(call):
     assert max(found["angle"], found["k"], found["v"]) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["packed, segments", "float32"])
+def test_the_order_of_threads_and_blocks_moves_no_bit(name):
+    (call,) = (dataclasses.replace(call, batch=1, heads=2, groups=1) for call in CALLS if call.name == name)
+    made, operands = planned(call), call.operands()
+    first, other = (cuda_emulator.run(made, operands, seed=seed) for seed in (1, 2))
+    for buffer in made.results:
+        np.testing.assert_array_equal(first[buffer.name].view(np.uint8), other[buffer.name].view(np.uint8))
+
+
 def test_a_nan_stays_with_its_head_and_the_tokens_after_it():
     call = dataclasses.replace(POISONED[0], heads=2)
     y = emulated(call)[0]

@@ -470,6 +470,17 @@ def test_noise_does_not_move_a_choice(bench, monkeypatch):
     assert jax_ssd.autotune(function, *operands, progress=False)[0].choice == {}
 
 
+def test_a_heuristics_choice_that_runs_only_once_is_no_result(bench, monkeypatch, own_file):
+    def time(self, choice, effort):
+        return math.inf if effort is search.CAREFUL else 100.0
+
+    monkeypatch.setattr(bench, "time", time)
+    function, operands = CALL["forward"]
+    with pytest.raises(RuntimeError, match="but not a second time"):
+        jax_ssd.autotune(function, *operands, progress=False)
+    assert not own_file.exists()
+
+
 def test_without_a_gpu_it_says_what_to_do():
     function, operands = CALL["forward"]
     with pytest.raises(NotImplementedError, match="JAX sees none.*JAX_SSD_TUNING_FILE"):

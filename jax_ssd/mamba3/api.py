@@ -257,7 +257,8 @@ def mamba3_step(
 ) -> tuple[Mamba3State, jax.Array]:
     """One token of the Mamba-3 scan: the body of a `jax.lax.scan` that decodes.
 
-    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
+    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here. For several tokens
+    that are known at the same time, `mamba3` with an initial state is one call.
 
     Args:
       state: Mamba3State with the leading axes of v. angle and ssm should be float32, which "cuda" insists on; the new
