@@ -33,8 +33,13 @@ def start(angle: jax.Array) -> Phase:
 
 def increment(angles: jax.Array, dt: jax.Array) -> Phase:
     """pi tanh(angles) dt; dt broadcasts against angles."""
-    turns = 0.5 * jnp.tanh(angles) * dt
-    return Phase(_fixed_point(turns), turns * (2 * math.pi))
+    return Phase(_fixed_point(0.5 * _tanh(angles) * dt), math.pi * jnp.tanh(angles) * dt)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Without a systematic error, which a sum would show: XLA's is too small by 2e-8 of its value, near 0 by 9e-8."""
+    e = jnp.expm1(-2 * jnp.abs(x))
+    return jnp.sign(x) * (-e / (2 + e))
 
 
 def advance(phase: Phase, step: Phase) -> Phase:
