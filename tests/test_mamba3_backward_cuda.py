@@ -14,7 +14,6 @@ from jax_ssd.mamba3.plan_backward import backward, heuristic
 from jax_ssd.tools.check import relative_error
 from tests import cuda_emulator, emulation
 from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, exact_gradients, flat, gradients
-from tests.test_mamba3 import mixed_decays
 from tests.test_mamba3_plan_backward import problem
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
@@ -63,17 +62,6 @@ def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank, gate)
             np.testing.assert_array_equal(together[name], apart[name], err_msg=name)
         if name in ("grad_q", "grad_k"):
             assert relative_error(together[name], apart[name]) <= BAR / 10, name
-
-
-@pytest.mark.parametrize("name", ["group_per_head", "siso_model"])
-def test_decays_of_many_sizes_in_one_chunk(name):
-    """Exponents of pairs that do not count are never formed: they would be infinite, and gradients NaN."""
-    arrays, cotangents, options = arguments(**{**CASES[name], "batch": 1, **EMULATED[name]})
-    arrays["adt"] = mixed_decays(arrays["adt"].shape)
-    options = tuple(options.items())
-    actual = flat(gradients(arrays, cotangents, implementation=KERNELS, options=options))
-    for gradient, expected in exact_gradients(arrays, cotangents, options).items():
-        assert relative_error(actual[gradient], expected) <= BAR, gradient
 
 
 def test_a_nan_in_one_row_leaves_the_others_alone():

@@ -1,4 +1,4 @@
-"""What jax transforms make of Mamba-3: vmap, checkpoint, scan, lowering for GPUs, dispatch_paths, export.
+"""What jax transforms make of Mamba-3: vmap, checkpoint, scan, sharding, lowering for GPUs, dispatch_paths, export.
 
 Programs for NVIDIA GPUs are lowered here without one and read as text; nothing of them runs.
 """
@@ -15,10 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_ssd
 from jax_ssd import Mamba3State
 from jax_ssd.mamba3 import cases
+from tests.test_sharding import assert_close as assert_same
+from tests.test_sharding import compiled, mesh, moved, place
 from tests.test_transforms import assert_close, launches, lowered, paths, without_compiling
 
 __all__ = ["without_compiling"]  # a fixture
@@ -163,6 +167,54 @@ def test_a_decode_loop_overwrites_its_state(without_compiling):
     (line,) = [line for line in text.splitlines() if "@jax_ssd.launch" in line]
     pairs = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\], operand_index = (\d+)", line)
     assert [int(result) for result, _ in pairs] == [0, 1, 2, 3]  # all that a state is made of
+
+
+# On a mesh of 2 x 4 virtual CPU devices.
+
+SPECS = {
+    **dict.fromkeys(("v", "z", "angles"), ("data", None, "model", None)),
+    **dict.fromkeys(("adt", "dt", "trap"), ("data", "model", None)),
+    **dict.fromkeys(("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight"), ("model", None, None)),
+    "D": ("model",),
+    "initial_angle": ("data", "model", None),
+    "initial_ssm": ("data", "model", None, None),
+    "initial_k": ("data", "model", None, None),
+    "initial_v": ("data", "model", None),
+}
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("groups", [8, 2], ids=["whole groups", "fewer groups than shards"])
+@pytest.mark.parametrize("layout", ["batch and heads", "batch only"])
+def test_shards_move_no_activation(groups, layout):
+    """Forward and backward, with every option and a state: gradients of parameters are added up, and those of q and k
+    where head shards cut through groups."""
+    case = cases.Case("", batch=2, seq=12, heads=8, head_dim=4, groups=groups, state=8, rank=2, pairs=2,
+                             chunk_size=4)  # fmt: skip
+    given = case.inputs()
+    by_heads = layout == "batch and heads"
+    of_groups = ("data", None, None, "model" if groups == 8 else None, None)
+
+    def spec(name):
+        axes = of_groups if name in ("q", "k") else SPECS[name][: given[name].ndim]
+        return P(*(axis if by_heads or axis != "model" else None for axis in axes))
+
+    def loss(given):
+        return sum((value**2).sum() for value in case.scan(given).values())
+
+    function = jax.value_and_grad(loss)
+    want = jax.tree.map(np.asarray, compiled(function, given)(given))
+    specs = {name: spec(name) for name in given}
+    placed = place(given, specs)
+    outs = (NamedSharding(mesh(), P()), {name: NamedSharding(mesh(), specs[name]) for name in given})
+    program = compiled(function, placed, out_shardings=outs)
+    collectives = moved(program)
+    assert set(collectives) == {"all-reduce"}, collectives
+    parameters = case.heads * case.rank * max(case.head_dim, case.state)
+    large = [size for size in collectives["all-reduce"] if size > parameters]
+    assert all(size <= given["q"].size for size in large), collectives
+    assert len(large) == (2 if by_heads and groups == 2 else 0), collectives  # the gradients of q and k
+    assert_same(program(placed), want)
 
 
 # Programs for NVIDIA GPUs.

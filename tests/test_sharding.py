@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ssd
 from jax_ssd import dispatch, op
-from jax_ssd.mamba3 import cases as mamba3_cases
 
 BATCH, SEQ, HEAD_DIM, STATE, CHUNK = 4, 48, 8, 16, 16
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
@@ -486,48 +485,3 @@ def test_pmap(shared):
 def gradients_of_a_half():
     example = {n: np.asarray(a if n in PARAMETERS else a[: BATCH // 2]) for n, a in arrays(4, 8).items()}
     return compiled(jax.grad(total), example)
-
-
-MAMBA3_SPECS = {
-    **dict.fromkeys(("v", "z", "angles"), ("data", None, "model", None)),
-    **dict.fromkeys(("adt", "dt", "trap"), ("data", "model", None)),
-    **dict.fromkeys(("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight"), ("model", None, None)),
-    "D": ("model",),
-    "initial_angle": ("data", "model", None),
-    "initial_ssm": ("data", "model", None, None),
-    "initial_k": ("data", "model", None, None),
-    "initial_v": ("data", "model", None),
-}
-
-
-@pytest.mark.parametrize("groups", [8, 2], ids=["whole groups", "fewer groups than shards"])
-@pytest.mark.parametrize("layout", ["batch and heads", "batch only"])
-def test_mamba3_moves_no_activation(groups, layout):
-    """Forward and backward, with every option and a state: gradients of parameters are added up, and those of q and k
-    where head shards cut through groups."""
-    case = mamba3_cases.Case("", batch=2, seq=12, heads=8, head_dim=4, groups=groups, state=8, rank=2, pairs=2,
-                             chunk_size=4)  # fmt: skip
-    given = case.inputs()
-    by_heads = layout == "batch and heads"
-    of_groups = ("data", None, None, "model" if groups == 8 else None, None)
-
-    def spec(name):
-        axes = of_groups if name in ("q", "k") else MAMBA3_SPECS[name][: given[name].ndim]
-        return P(*(axis if by_heads or axis != "model" else None for axis in axes))
-
-    def total(given):
-        return sum((value**2).sum() for value in case.scan(given).values())
-
-    function = jax.value_and_grad(total)
-    want = jax.tree.map(np.asarray, compiled(function, given)(given))
-    specs = {name: spec(name) for name in given}
-    placed = place(given, specs)
-    outs = (NamedSharding(mesh(), P()), {name: NamedSharding(mesh(), specs[name]) for name in given})
-    program = compiled(function, placed, out_shardings=outs)
-    collectives = moved(program)
-    assert set(collectives) == {"all-reduce"}, collectives
-    parameters = case.heads * case.rank * max(case.head_dim, case.state)
-    large = [size for size in collectives["all-reduce"] if size > parameters]
-    assert all(size <= given["q"].size for size in large), collectives
-    assert len(large) == (2 if by_heads and groups == 2 else 0), collectives  # the gradients of q and k
-    assert_close(program(placed), want)
