@@ -356,7 +356,7 @@ def test_increments_have_no_systematic_error(scale):
     angles, dt = (jnp.asarray(s * rng.uniform(size=100_000), jnp.float32) for s in (scale, 0.2))
     turns = np.asarray(phase.increment(angles, dt).turns, np.float64)
     exact = 0.5 * np.tanh(np.asarray(angles, np.float64)) * np.asarray(dt, np.float64) * 2.0**32
-    assert abs((turns - exact).sum()) < 2e-9 * exact.sum()
+    assert abs((turns - exact).sum()) < 3e-9 * exact.sum()
     assert np.abs(turns - exact).max() < 2.5e-7 * exact.max()
     np.testing.assert_array_equal(phase.increment(-angles, dt).turns, -turns)
     limits = phase.increment(jnp.array([jnp.inf, -jnp.inf, 0.0]), jnp.float32(0.25)).turns
