@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_ssd.mamba2 import plan, plan_backward
 from jax_ssd.mamba2.plan import scan_operands
@@ -47,9 +47,14 @@ SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which t
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
 SCRATCH_SHARE = 0.48  # of the arrays of a training step, y among them: so much memory the backward may take besides
-SMALL_SCRATCH = 64 << 20  # bytes that nobody misses
 MOST_TURNS = 16
+
+# As measured on an H200 with a state size of 128, in us.
+HEAD_TIME = 5.0  # of a chunk of a head
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
+WALK_STEP = 1.5  # of a chunk of a walk, if the memory does not limit it
+WALK_BYTES = 3.3e6  # that all walks together move in one
+LAUNCH_TIME = 3.0  # of each kernel, besides
 
 
 @dataclass(frozen=True)
@@ -77,32 +82,27 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     p = problem
     one = _Backward(p, BackwardBlocks())
     arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
-    allowed = max(SMALL_SCRATCH, SCRATCH_SHARE * (arrays + y))
-    candidates = [_blocks(p, math.ceil(p.batch / turns)) for turns in range(1, min(p.batch, MOST_TURNS) + 1)]
-
-    def cost(blocks: BackwardBlocks) -> tuple[float, int, int]:
-        made = _Backward(p, blocks)
-        return max(made.scratch_bytes(), allowed), made.time(), blocks.row_slices
-
-    return min(candidates, key=cost)
-
-
-def _blocks(problem: Problem, rows: int) -> BackwardBlocks:
-    """How to divide the work where so many rows are taken at once."""
-    p = problem
-    chunks, units = math.ceil(p.seq / CHUNK), p.heads * p.head_dim // WIDTH
-    walks = 2 * rows * (p.state // _columns(p)) * units // _walk_heads(p)
-    fill = 4 // _walk_heads(p) * MULTIPROCESSORS
-    segments = max(1, min(fill // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-    slices = math.ceil(p.batch / rows)
-    most = most_pieces(p)["head_blocks"]
-    parts = [BackwardBlocks(segments, slices, parts) for parts in range(1, most + 1)]
-    return min(parts, key=lambda blocks: _Backward(p, blocks).time())
+    allowed = SCRATCH_SHARE * (arrays + y)
+    chunks = math.ceil(p.seq / CHUNK)
+    segments = range(1, max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1)
+    candidates = []
+    for turns in range(1, min(p.batch, MOST_TURNS) + 1):
+        parts = range(1, most_pieces(p)["head_blocks"] + 1)
+        of_turn = [_Backward(p, BackwardBlocks(1, math.ceil(p.batch / math.ceil(p.batch / turns)), n)) for n in parts]
+        best = min(of_turn, key=_Backward.time).config
+        candidates += [_Backward(p, replace(best, segments=n)) for n in segments]
+    return min(candidates, key=lambda it: (max(it.scratch_bytes(), allowed), it.time(), it.config.row_slices)).config
 
 
-def _walk_heads(problem: Problem) -> int:
-    """Units that walk together because they read the same B and C."""
-    return 1 if problem.heads * problem.head_dim // WIDTH // problem.groups % 2 else 2
+def _walk_heads(problem: Problem, walks: int) -> int:
+    """Units that walk together because they read the same B and C, where there are so many walks in all.
+
+    A multiprocessor has registers for four walks, or for five of one block.
+    """
+    units = problem.heads * problem.head_dim // WIDTH // problem.groups
+    if units % 5 == 0 and math.ceil(walks / (5 * MULTIPROCESSORS)) < math.ceil(walks / (4 * MULTIPROCESSORS)):
+        return 5
+    return 1 if units % 2 else 2
 
 
 def _columns(problem: Problem) -> int:
@@ -173,6 +173,7 @@ class _Backward:
 
     def __init__(self, problem: Problem, config: BackwardBlocks):
         p = self.problem = problem
+        self.config = config
         self.chunks = math.ceil(p.seq / CHUNK)
         self.pieces = p.head_dim // WIDTH
         self.units = p.heads * self.pieces
@@ -181,18 +182,36 @@ class _Backward:
         self.rows = math.ceil(p.batch / config.row_slices)
         self.block_units = math.ceil(self.units // p.groups / config.head_blocks)
         self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
-        self.walk_heads = _walk_heads(p)
         self.columns = _columns(p)
         self.column_blocks = p.state // self.columns
+        self.walks = 2 * self.rows * self.column_blocks * self.units
+        self.walk_heads = _walk_heads(p, self.walks * self.segments)
         # One of the pairs, and one of what enters a chunk in each block of columns, unless one kernel does it all.
         self.decay_parts = 1 + self.column_blocks if self.column_blocks > 1 else 1
         self.thread_blocks = self.head_blocks * p.groups * self.chunks * self.rows
 
-    def time(self) -> int:
-        """Of the chunks, in heads that one block after the other takes on."""
+    def time(self) -> float:
+        """An estimate in us, to compare choices of this problem."""
         waves = math.ceil(self.thread_blocks / MULTIPROCESSORS)
-        turns = math.ceil(self.problem.batch / self.rows)
-        return turns * waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
+        heads = waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
+        launches = 2 + 2 * (self.segments > 1) + (self.column_blocks > 1)
+        of_rows = HEAD_TIME * heads + self.walk_time() + LAUNCH_TIME * launches
+        return math.ceil(self.problem.batch / self.rows) * of_rows
+
+    def walk_time(self) -> float:
+        """Of the walks of some rows."""
+        together = MULTIPROCESSORS * (5 if self.walk_heads == 5 else 4)
+        tokens = CHUNK * WIDTH * 2
+
+        def walked(walks: int, moved: int) -> float:
+            full, rest = divmod(walks, together)
+            of_chunk = (max(WALK_STEP, some * moved / WALK_BYTES) for some in [together] * full + [rest] * (rest > 0))
+            return self.segment_chunks * sum(of_chunk)
+
+        time = walked(self.walks * self.segments, tokens + WIDTH * self.columns * 2)
+        if self.segments > 1:
+            time += walked(self.walks * (self.segments - 1), tokens)
+        return time
 
     def scratch_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.scratch())
@@ -306,7 +325,7 @@ class _Backward:
         arrays += self.arrays("states", "adjoints", "dinitial_state")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
         segments = self.segments if stores else self.segments - 1
-        memory = STAGES * (heads + tiles) * TILE + 2 * heads * CHUNK * 4 + STAGES * 8 + 1024
+        memory = STAGES * (heads + tiles) * TILE + 6 * heads * CHUNK * 4 + 2 * STAGES * 8 + 1024
         return _launch(
             "walk",
             (CUDA_TYPES[p.dtype], p.state, self.columns, heads, stores),
@@ -323,7 +342,7 @@ class _Backward:
         arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 8 * 4 + 5 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 5 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),

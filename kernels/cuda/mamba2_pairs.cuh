@@ -116,6 +116,8 @@ __device__ __forceinline__ void sum_columns(const float (&column)[2][2], float* 
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&joint)[8], const unsigned (&x)[4][4], unsigned rows) {
 #pragma unroll
+  for (int i = 0; i < 8; ++i) joint[i] = 0;
+#pragma unroll
   for (int d = 0; d < 4; ++d) {
     unsigned b[4];
     load_tiles(b, rows ^ d * 32);
@@ -136,18 +138,15 @@ __device__ __forceinline__ void add_mixed(float (&u)[WIDTH / 2], const unsigned 
   }
 }
 
-// The pairs of a strip of 16 sources, whose x, g and s this warp's lanes hold, with 16 targets: adds M dy to u, E w s
-// to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the diagonal
-// tile). The sums over sources of s E M go to by_target.
+// The pairs of a strip of 16 sources, whose g and s this warp's lanes hold, with 16 targets, E in `joint`: adds M dy to
+// u, E w s to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the
+// diagonal tile). The sums over sources of s E M go to by_target.
 template <typename T, bool Diagonal>
 __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[2], float (&same)[2],
-                                          const unsigned (&x_own)[4][4], const float (&g_own)[2],
-                                          const float (&s_own)[2], const float* g, const uint4* pairs,
-                                          float4* pair_gradient, float* by_target, unsigned dy_tile, unsigned left,
-                                          unsigned right, int strip, int target) {
+                                          const float (&joint)[8], const float (&g_own)[2], const float (&s_own)[2],
+                                          const float* g, const uint4* pairs, float4* pair_gradient, float* by_target,
+                                          unsigned dy_tile, unsigned left, int strip, int target) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  float joint[8] = {};
-  multiply_rows<T>(joint, x_own, dy_tile + target * 2048 + right);
   const int at = pair_tile(strip, target);
   const uint4 packed = pairs[at * 32 + lane];
   const unsigned kept[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -271,12 +270,15 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   auto* pair_gradient = reinterpret_cast<float4*>(memory + Memory::PairGradient);
   const auto* pairs = reinterpret_cast<const uint4*>(memory + Memory::Pairs);
   float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
-  add_pairs<T, true>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
-                     strip, strip);
+  float joint[8];
+  multiply_rows<T>(joint, x_own, dy_tile + strip * 2048 + right);
+  add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
+                     strip);
   same[0] = same[0] - later[0], same[1] = same[1] - later[1];
   if (strip % 2 == 0) {
-    add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
-                        strip, strip + 1);
+    multiply_rows<T>(joint, x_own, dy_tile + (strip + 1) * 2048 + right);
+    add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
+                        strip + 1);
   }
   // Of a half, the pairs across its middle: the warps of the sources add M dy, those of the targets do the rest.
   {
@@ -302,7 +304,7 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
 #pragma unroll
       for (int i = 0; i < HALF_STRIPS / 2; ++i) {
         const int target = middle + i, at = pair_tile(source, target);
-        float joint[8] = {};
+        float joint[8];
         multiply_rows<T>(joint, x_far, dy_tile + target * 2048 + right);
         add_far<T>(far, joint, to_mid, s_far, g_mid, g + target * 16, pairs + at * 32, pair_gradient + at * 64,
                    reinterpret_cast<float*>(memory + Memory::ByTarget) + source * TOKENS + target * 16);
@@ -354,21 +356,22 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   }
 }
 
-// dx of this warp's tokens, in u, and its part of dD; loads their dy.
+// dx of this warp's tokens, in u, and its part of dD.
 template <typename T, typename Memory, bool HasD>
-__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], unsigned (&dy_own)[4][4], const float (&s_own)[2],
-                                               char* memory, int buffer, unsigned x_tile, unsigned dy_tile, int strip) {
-  const int lane = threadIdx.x % 32, quad = lane % 4;
-  const unsigned left = place_in_rows(lane);
-#pragma unroll
-  for (int d = 0; d < 4; ++d) load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
+__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const float (&s_own)[2], char* memory, int buffer,
+                                               unsigned x_tile, unsigned dy_tile, int strip) {
 #pragma unroll
   for (int i = 0; i < WIDTH / 2; ++i) u[i] *= s_own[i / 2 % 2];
   if constexpr (HasD) {
+    const int lane = threadIdx.x % 32, quad = lane % 4;
+    const unsigned left = place_in_rows(lane);
     const float* d_row = reinterpret_cast<const float*>(memory + Memory::Skip) + buffer * WIDTH;
-    unsigned x_own[4][4];
+    unsigned x_own[4][4], dy_own[4][4];
 #pragma unroll
-    for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
+    for (int d = 0; d < 4; ++d) {
+      load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
+      load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
+    }
     float part[16];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
