@@ -44,6 +44,7 @@ PAIR_MEMORY = 8 * TILE + PAIR_TILES * (1024 + 512) + (4 * CHUNK + 2 * WIDTH + 8 
 
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, if those take them
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
+SHORT_ROWS = (16, 32, 64)  # tokens of rows that can share a chunk
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
 SCRATCH_SHARE = 0.48  # of the arrays of a training step, y among them: so much memory the backward may take besides
@@ -83,13 +84,13 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     one = _Backward(p, BackwardBlocks())
     arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
     allowed = SCRATCH_SHARE * (arrays + y)
-    chunks = math.ceil(p.seq / CHUNK)
-    segments = range(1, max(1, min(chunks // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1)
+    most = most_pieces(p)
+    segments = range(1, max(1, min(most["segments"] // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1)
     candidates = []
-    for turns in range(1, min(p.batch, MOST_TURNS) + 1):
-        parts = range(1, most_pieces(p)["head_blocks"] + 1)
-        of_turn = [_Backward(p, BackwardBlocks(1, math.ceil(p.batch / math.ceil(p.batch / turns)), n)) for n in parts]
-        best = min(of_turn, key=_Backward.time).config
+    for turns in range(1, min(most["row_slices"], MOST_TURNS) + 1):
+        slices = math.ceil(most["row_slices"] / math.ceil(most["row_slices"] / turns))
+        parts = [_Backward(p, BackwardBlocks(1, slices, n)) for n in range(1, most["head_blocks"] + 1)]
+        best = min(parts, key=_Backward.time).config
         candidates += [_Backward(p, replace(best, segments=n)) for n in segments]
     return min(candidates, key=lambda it: (max(it.scratch_bytes(), allowed), it.time(), it.config.row_slices)).config
 
@@ -115,6 +116,13 @@ def cutile_takes(problem: Problem) -> bool:
     return problem.state <= plan.LARGEST_STATE and problem.head_dim <= plan_backward.LARGEST_HEAD_DIM
 
 
+def shared_row(problem: Problem) -> int:
+    """Tokens of the rows that share a chunk, if they begin with no state and nobody asks for one; else a chunk's."""
+    p = problem
+    alone = p.has_initial_state or p.has_dfinal or p.param_rows > 1 or p.state > MOST_COLUMNS
+    return p.seq if p.seq in SHORT_ROWS and not alone else CHUNK
+
+
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming the limit and the figure."""
     p = problem
@@ -128,8 +136,9 @@ def check_supported(problem: Problem) -> None:
             f"a state size that is a multiple of {WIDTH} up to {LARGEST_STATE}, got {p.state}",
         ),
         (
-            p.seq < SHORTEST_SEQ and cutile_takes(p),
-            f"rows of {SHORTEST_SEQ} tokens or more, got {p.seq}: shorter ones need smaller chunks",
+            p.seq < SHORTEST_SEQ and shared_row(p) == CHUNK and cutile_takes(p),
+            f"rows of {SHORTEST_SEQ} tokens or more, or of {', '.join(map(str, SHORT_ROWS))} without states, got "
+            f"{p.seq}: others need smaller chunks",
         ),
         (p.chunk_size not in (None, CHUNK), f"a chunk_size of {CHUNK}, got {p.chunk_size}; leave it out"),
         (p.has_z, "no z: use implementation='cutile', or gate outside"),
@@ -163,17 +172,25 @@ def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
 
 def most_pieces(problem: Problem) -> dict[str, int]:
     """Into how many pieces BackwardBlocks can divide the chunks of a row, the rows, and the heads of a group."""
+    line = _line(problem)
+    units = line.heads * line.head_dim // WIDTH // line.groups
+    segments = 1 if shared_row(problem) < CHUNK else math.ceil(line.seq / CHUNK)
+    return {"segments": segments, "row_slices": line.batch, "head_blocks": min(units, MAX_CLUSTER)}
+
+
+def _line(problem: Problem) -> Problem:
+    """The call as the kernels take it: rows that share chunks are one row."""
     p = problem
-    units = p.heads * p.head_dim // WIDTH // p.groups
-    return {"segments": math.ceil(p.seq / CHUNK), "row_slices": p.batch, "head_blocks": min(units, MAX_CLUSTER)}
+    return replace(p, batch=1, seq=p.batch * p.seq) if shared_row(p) < CHUNK else p
 
 
 class _Backward:
     """The sizes of one backward, and its launches."""
 
     def __init__(self, problem: Problem, config: BackwardBlocks):
-        p = self.problem = problem
-        self.config = config
+        self.problem, self.config, self.row = problem, config, shared_row(problem)
+        p = self.line = _line(problem)
+        self.shares = self.row < CHUNK  # there are no states then
         self.chunks = math.ceil(p.seq / CHUNK)
         self.pieces = p.head_dim // WIDTH
         self.units = p.heads * self.pieces
@@ -184,7 +201,7 @@ class _Backward:
         self.head_blocks = math.ceil(self.units // p.groups / self.block_units)
         self.columns = _columns(p)
         self.column_blocks = p.state // self.columns
-        self.walks = 2 * self.rows * self.column_blocks * self.units
+        self.walks = 0 if self.shares else 2 * self.rows * self.column_blocks * self.units
         self.walk_heads = _walk_heads(p, self.walks * self.segments)
         # One of the pairs, and one of what enters a chunk in each block of columns, unless one kernel does it all.
         self.decay_parts = 1 + self.column_blocks if self.column_blocks > 1 else 1
@@ -196,7 +213,7 @@ class _Backward:
         heads = waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
         launches = 2 + 2 * (self.segments > 1) + (self.column_blocks > 1)
         of_rows = HEAD_TIME * heads + self.walk_time() + LAUNCH_TIME * launches
-        return math.ceil(self.problem.batch / self.rows) * of_rows
+        return math.ceil(self.line.batch / self.rows) * of_rows
 
     def walk_time(self) -> float:
         """Of the walks of some rows."""
@@ -231,7 +248,7 @@ class _Backward:
         )
 
     def scratch(self) -> tuple[Buffer, ...]:
-        p, f32 = self.problem, "float32"
+        p, f32 = self.line, "float32"
         per_head, per_unit = (p.batch, p.heads), (p.batch, self.units)
         state, tokens = (WIDTH, p.state), self.chunks * CHUNK
         boundaries = (self.rows, self.units, self.segments, *state)
@@ -241,14 +258,14 @@ class _Backward:
             (True, Buffer("decay", (*per_head, tokens), f32)),
             (self.segments > 1, Buffer("starts", boundaries, f32)),
             (self.segments > 1, Buffer("stops", boundaries, f32)),
-            (True, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
-            (True, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
+            (not self.shares, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
+            (not self.shares, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
             (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
             (True, Buffer("decay_gradient", (self.decay_parts, *per_unit, tokens), f32)),
             (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 8), p.dtype)),
-            (True, Buffer("A_part", (*per_head, self.chunks), f32)),
-            (p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
-            (p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
+            (not self.shares, Buffer("A_part", (*per_head, self.chunks), f32)),
+            (not self.shares and p.has_dt_bias, Buffer("bias_part", (*per_head, self.chunks), f32)),
+            (not self.shares and p.has_D, Buffer("D_part", (*per_unit, self.chunks, WIDTH), f32)),
         )
         return tuple(buffer for present, buffer in buffers if present)
 
@@ -256,7 +273,7 @@ class _Backward:
         operands, results, scratch = self.operands(), self.results(), self.scratch()
         self.buffers = {b.name: b for b in (*operands, *results, *scratch)}
         launches = [self.step_sizes()]
-        for first_row in range(0, self.problem.batch, self.rows):
+        for first_row in range(0, self.line.batch, self.rows):
             launches += self.slice_launches(first_row)
         launches += self.sums()
         return Plan("mamba2_backward", operands, results, scratch, tuple(launches), {})
@@ -272,33 +289,38 @@ class _Backward:
     def arrays(self, *names: str) -> list[Argument]:
         return [self.array(name) for name in names]
 
+    def part(self, name: str) -> Argument:
+        """A chunk's part of the gradient of a parameter; of rows that share chunks nothing is left to add up."""
+        return self.array({"A": "dA", "bias": "ddt_bias", "D": "dD"}[name] if self.shares else f"{name}_part")
+
     def tokens_map(self, name: str) -> TensorMapArg:
-        p = self.problem
+        p = self.line
         return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), (p.batch, p.seq, self.units, WIDTH), swizzle=128)
 
     def group_map(self, name: str) -> TensorMapArg:
-        return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), swizzle=128)
+        p = self.line
+        return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), (p.batch, p.seq, p.groups, p.state), swizzle=128)
 
     def states_map(self, name: str) -> TensorMapArg:
         shape = (self.rows * self.units, self.chunks, WIDTH, self.problem.state)
         return TensorMapArg(name, (1, 1, WIDTH, WIDTH), shape, swizzle=128)
 
     def step_sizes(self) -> Launch:
-        p = self.problem
-        template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
+        p = self.line
+        template = (DT_TYPES[p.dt_dtype], self.row, p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
         arrays = self.arrays("dt", "dt_bias", "A", "step", "decay")
         sizes = (*_ints(p.seq, p.heads, self.chunks), *self.limits())
         return _launch("step_sizes", template, self.head_tiles(), (*arrays, *sizes))
 
     def head_tiles(self) -> int:
-        return self.problem.batch * self.chunks * math.ceil(self.problem.heads / HEAD_TILE)
+        return self.line.batch * self.chunks * math.ceil(self.line.heads / HEAD_TILE)
 
     def limits(self) -> list[ScalarArg]:
-        return [ScalarArg(float(limit), "float32") for limit in self.problem.dt_limit]
+        return [ScalarArg(float(limit), "float32") for limit in self.line.dt_limit]
 
     def slice_launches(self, first_row: int) -> Iterator[Launch]:
         """From the states of some rows to everything that their chunks give."""
-        p = self.problem
+        p = self.line
         rows = min(self.rows, p.batch - first_row)
         if self.segments > 1:
             yield self.walk(first_row, rows, stores=False)
@@ -307,7 +329,8 @@ class _Backward:
             sizes = (p.heads, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
             blocks = 2 * (WIDTH * p.state // 1024) * self.units * rows
             yield _launch("join", (p.state,), blocks, (*arrays, *_ints(*sizes)))
-        yield self.walk(first_row, rows, stores=True)
+        if not self.shares:
+            yield self.walk(first_row, rows, stores=True)
         if self.column_blocks == 1:
             yield self.chunk_gradients(first_row, rows)
         else:
@@ -315,7 +338,7 @@ class _Backward:
             yield self.state_gradients(first_row, rows)
 
     def walk(self, first_row: int, rows: int, stores: bool) -> Launch:
-        p, heads, tiles = self.problem, self.walk_heads, self.columns // WIDTH
+        p, heads, tiles = self.line, self.walk_heads, self.columns // WIDTH
         maps = (self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C"))
         arrays = self.arrays("step", "decay")
         if self.segments > 1:
@@ -336,16 +359,18 @@ class _Backward:
         )
 
     def chunk_gradients(self, first_row: int, rows: int) -> Launch:
-        p, tiles = self.problem, self.problem.state // WIDTH
+        p, tiles = self.line, self.line.state // WIDTH
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
-        maps += [self.states_map("states"), self.states_map("adjoints")]
-        arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient", "D_part")
+        # Where rows share chunks a stand-in, never touched.
+        maps += maps[:2] if self.shares else [self.states_map("states"), self.states_map("adjoints")]
+        arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient")
+        arrays.append(self.part("D"))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
         memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 5 * 8 + 1024
         return _launch(
             "chunk_gradients",
-            (CUDA_TYPES[p.dtype], p.state, p.has_D, p.param_rows == 1, self.head_blocks > 1),
+            (CUDA_TYPES[p.dtype], p.state, self.row, p.has_D, p.param_rows == 1, self.head_blocks > 1),
             self.thread_blocks // self.rows * rows,
             (*maps, *arrays, *_ints(*sizes)),
             cluster=self.head_blocks,
@@ -354,7 +379,7 @@ class _Backward:
         )
 
     def pair_gradients(self, first_row: int, rows: int) -> Launch:
-        p = self.problem
+        p = self.line
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         arrays = self.arrays("step", "decay", "D", "dx", "pair_gradient", "step_gradient", "decay_gradient", "D_part")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state)
@@ -374,7 +399,7 @@ class _Backward:
         )
 
     def state_gradients(self, first_row: int, rows: int) -> Launch:
-        p, tiles = self.problem, self.columns // WIDTH
+        p, tiles = self.line, self.columns // WIDTH
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         maps += [self.states_map("states"), self.states_map("adjoints")]
         arrays = self.arrays("step", "decay", "pair_gradient", "dB", "dC")
@@ -394,12 +419,14 @@ class _Backward:
 
     def sums(self) -> Iterator[Launch]:
         """What is left when every chunk is done: dt and the parameters."""
-        p = self.problem
+        p = self.line
         arrays = self.arrays("dt", "dt_bias", "A", "step", "step_gradient", "decay_gradient")
-        arrays += self.arrays("ddt", "A_part", "bias_part")
-        template = (DT_TYPES[p.dt_dtype], p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
+        arrays += [self.array("ddt"), self.part("A"), self.part("bias")]
+        template = (DT_TYPES[p.dt_dtype], self.row, p.param_rows == 1, p.has_dt_bias, p.dt_softplus)
         sizes = (*_ints(p.seq, p.heads, self.pieces, self.chunks, self.decay_parts, p.batch), *self.limits())
         yield _launch("step_gradients", template, self.head_tiles(), (*arrays, *sizes))
+        if self.shares:
+            return
         arrays = self.arrays("A_part", "bias_part", "D_part", "dA", "ddt_bias", "dD")
         arguments = (*arrays, *_ints(self.pieces, self.chunks))
         yield _launch(

@@ -44,8 +44,9 @@ __device__ __forceinline__ HeadTile head_tile(int chunks, int heads) {
 }  // namespace
 
 // dt [batch, seq, heads] -> step, decay [batch, heads, chunks * 128]: step sizes, 0 past the end, and the inclusive
-// running log2 decay of the chunk. Grid chunks * head tiles of 32 * batch, 256 threads.
-template <typename D, bool SharedParams, bool HasBias, bool Softplus>
+// running log2 decay of the chunk, or of each Row tokens of it: rows that share it. Grid chunks * head tiles of 32 *
+// batch, 256 threads.
+template <typename D, int Row, bool SharedParams, bool HasBias, bool Softplus>
 __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias, const float* A, float* step,
                                                   float* decay, int seq, int heads, int chunks, float low, float high) {
   __shared__ float tile[HEADS][TOKENS + 1];
@@ -73,11 +74,12 @@ __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias
       const float size = tile[h][k + lane];
       float sum = chunk * TOKENS + k + lane < seq ? log2_decay(size, rate) : 0.0f;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
+      for (int offset = 1; offset < min(Row, 32); offset *= 2) {
         const float left = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += left;
+        if (lane % Row >= offset) sum += left;
       }
-      sum += before;
+      if (k % Row == 0) before = 0;
+      if (Row >= 32) sum += before;
       before = __shfl_sync(~0u, sum, 31);
       step[at + k + lane] = size;
       decay[at + k + lane] = sum;
@@ -311,10 +313,10 @@ __global__ void __launch_bounds__(256)
 }
 
 // ddt [batch, seq, heads] from the gradients of s, [batch, units, chunks * 128], and of its log decay, [parts, batch,
-// units, chunks * 128], and each chunk's part of dA and d dt_bias, [batch, heads, chunks]. Grid chunks * head tiles of
-// 32 * batch, 256 threads.
-template <typename D, bool SharedParams, bool HasBias, bool Softplus>
-__global__ void __launch_bounds__(256, 6)
+// units, chunks * 128], and each chunk's part of dA and d dt_bias, [batch, heads, chunks], or of rows that share a
+// chunk, Row tokens each, all of theirs, [rows, heads]. Grid chunks * head tiles of 32 * batch, 256 threads.
+template <typename D, int Row, bool SharedParams, bool HasBias, bool Softplus>
+__global__ void __launch_bounds__(256, Row < TOKENS ? 5 : 6)
     step_gradients(const D* dt, const float* bias, const float* A, const float* step, const float* dstep,
                    const float* ddecay, D* ddt, float* dA_part, float* dbias_part, int seq, int heads, int pieces,
                    int chunks, int parts, int batch, float low, float high) {
@@ -353,7 +355,7 @@ __global__ void __launch_bounds__(256, 6)
         }
       }
     }
-    float dA = 0, dbias = 0;
+    float dA[OWN], dbias[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
       const int k = lane + i * 32;
@@ -365,15 +367,26 @@ __global__ void __launch_bounds__(256, 6)
         value = softplus(value);
       }
       if (value < low || value > high || token >= seq) gradient = 0;
-      dA += token < seq ? s[i] * da[i] : 0.0f;
-      dbias += gradient;
+      dA[i] = token < seq ? s[i] * da[i] : 0.0f;
+      dbias[i] = gradient;
       tile[h][k] = gradient;
     }
-    dA = warp_sum(dA);
-    dbias = warp_sum(dbias);
-    if (lane == 0) {
-      dA_part[of_head * chunks + chunk] = dA;
-      if (HasBias) dbias_part[of_head * chunks + chunk] = dbias;
+    constexpr int Steps = Row > 32 ? Row / 32 : 1, Lanes = Row < 32 ? Row : 32;  // of a row
+#pragma unroll
+    for (int i = 0; i < OWN; i += Steps) {
+#pragma unroll
+      for (int j = 1; j < Steps; ++j) dA[i] += dA[i + j], dbias[i] += dbias[i + j];
+#pragma unroll
+      for (int offset = Lanes / 2; offset; offset /= 2) {
+        dA[i] += __shfl_xor_sync(~0u, dA[i], offset);
+        dbias[i] += __shfl_xor_sync(~0u, dbias[i], offset);
+      }
+      const int token = chunk * TOKENS + i * 32 + lane;
+      if (lane % Lanes == 0 && token < seq) {
+        const size_t part = Row < TOKENS ? size_t(token / Row) * heads + head : of_head * chunks + chunk;
+        dA_part[part] = dA[i];
+        if (HasBias) dbias_part[part] = dbias[i];
+      }
     }
   }
   __syncthreads();

@@ -31,11 +31,15 @@ constexpr int FINISH_WARP = TOKEN_WARPS - 1;  // which has the fewest pairs
 
 }  // namespace
 
-// S and T as `walk` stored them; dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N]; dstep, ddecay [batch,
-// units, chunks * 128] and dskip [batch, units, chunks, 64] float32. Grid head_blocks * groups * chunks * rows, 256
-// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one. The warps wait for each
-// other once a head, when its states were read: those with fewer pairs are ahead of the others by then.
-template <typename T, int N, bool HasD, bool SharedParams, bool Clustered>
+// Rows of fewer than 128 tokens, Row of 16, 32 or 64, share a chunk: they lie in one line, a call's only row, and
+// neither begin with a state nor end in one.
+//
+// S and T as `walk` stored them (nothing with short rows); dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N];
+// dstep, ddecay [batch, units, chunks * 128] and dskip [batch, units, chunks, 64], of short rows [rows, units, 64],
+// float32. Grid head_blocks * groups * chunks * rows, 256 threads; if Clustered the head_blocks blocks of a group are a
+// cluster, else there is one. The warps wait for each other once a head, when its states were read: those with fewer
+// pairs are ahead of the others by then.
+template <typename T, int N, int Row, bool HasD, bool SharedParams, bool Clustered>
 __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
@@ -53,6 +57,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, done = full_group + 16;
   const unsigned full_tokens = full_group + 24;  // two
   const Sizes sizes{seq, heads, groups, pieces, chunks};
+  constexpr bool Short = Row < TOKENS;
+  constexpr int RowStrips = Row / 16;
 
   int block = blockIdx.x;
   const int head_block = block % head_blocks;
@@ -64,7 +70,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   const int count = min(block_units, sizes.group_units() - head_block * block_units);
 
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
-  const int strip = warp, upper = strip * 16 + lane / 4, lower = upper + 8;  // upper, lower: this lane's two tokens
+  const int strip = warp, upper = strip * 16 + lane / 4, lower = upper + 8;              // this lane has two tokens
+  const int row_strip = strip / RowStrips * RowStrips, row_end = row_strip + RowStrips;  // strips of the same row
 
   auto load_tokens = [&](int k) {
     const int unit = first_unit + k;
@@ -96,7 +103,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       copy_in(base + Memory::C + to, C, i / 2 * 64, group, token, row, full_group, KEEP_LAST);
     }
     load_tokens(0);
-    load_state_tiles(0);
+    if (!Short) load_state_tiles(0);
     if (count > 1) load_tokens(1);
   }
 
@@ -124,7 +131,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     pin(products);
 #pragma unroll
     for (int target = 0; target < STRIPS; ++target) {
-      if (target < strip) continue;
+      if (target < strip || target >= row_end) continue;
       const int at = pair_tile(strip, target);
       const float* tile = products + 8 * target;
       pairs[at * 32 + lane] = {Pair<T>::of(tile[0], tile[1]), Pair<T>::of(tile[2], tile[3]),
@@ -140,22 +147,29 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
     const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
     float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
-    for (int i = 0; i <= lane / 4; ++i) {
+    for (int i = lane / 4 / RowStrips * RowStrips; i <= lane / 4; ++i) {
       const float4 part = targets[i * 32 + lane];
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
-    const float* by_last = reinterpret_cast<const float*>(memory + Memory::ByLast) + k % 2 * STRIPS;
-    const float last = warp_sum(lane < STRIPS ? by_last[lane] : 0.0f);
-    if (lane == 31) sum.w += last;
-    *reinterpret_cast<float4*>(ddecay + at) = sums_to_the_end(sum);
+    if constexpr (!Short) {
+      const float* by_last = reinterpret_cast<const float*>(memory + Memory::ByLast) + k % 2 * STRIPS;
+      const float last = warp_sum(lane < STRIPS ? by_last[lane] : 0.0f);
+      if (lane == 31) sum.w += last;
+    }
+    *reinterpret_cast<float4*>(ddecay + at) = sums_to_the_end<Row / 4>(sum);
     *reinterpret_cast<float4*>(dstep + at) = reinterpret_cast<const float4*>(memory + Memory::ByStep)[lane];
     if constexpr (HasD) {
-      float2 total{0, 0};
-      for (int i = 0; i < STRIPS; ++i) {
-        const float2 part = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
-        total.x += part.x, total.y += part.y;
+      for (int first = 0; first < STRIPS; first += RowStrips) {
+        float2 total{0, 0};
+        for (int i = first; i < first + RowStrips; ++i) {
+          const float2 part = reinterpret_cast<const float2*>(memory + Memory::BySkip)[i * 32 + lane];
+          total.x += part.x, total.y += part.y;
+        }
+        const int short_row = chunk * (TOKENS / Row) + first / RowStrips;
+        if (Short && short_row * Row >= seq) break;
+        const size_t of_row = Short ? size_t(short_row) * sizes.units() + first_unit + k : of_unit * chunks + chunk;
+        *reinterpret_cast<float2*>(dskip + of_row * WIDTH + lane * 2) = total;
       }
-      *reinterpret_cast<float2*>(dskip + (of_unit * chunks + chunk) * WIDTH + lane * 2) = total;
     }
   };
 
@@ -171,16 +185,22 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const float* g = reinterpret_cast<const float*>(memory + Memory::Decay) + buffer * TOKENS;
     const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
-    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_last = g[TOKENS - 1];
+    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]};
 
-    // From the chunk's end: u = T B_j and dB += s e x T; from its start: v = S C_i and dC += exp2(g) dy S.
-    const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
-    const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
     float u[WIDTH / 2], leaving[2] = {0, 0}, entering[2] = {0, 0};
     unsigned x_own[4][4];
-    float across = 0;  // this thread's part of <S, T>
-    barrier_wait(full_states, k % 2);
-    {
+    if constexpr (Short) {
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; ++i) u[i] = 0;
+#pragma unroll
+      for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_rows ^ d * 32);
+    } else {
+      // From the chunk's end: u = T B_j and dB += s e x T; from its start: v = S C_i and dC += exp2(g) dy S.
+      const float g_last = g[TOKENS - 1];
+      const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
+      const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
+      float across = 0;  // this thread's part of <S, T>
+      barrier_wait(full_states, k % 2);
       float v[WIDTH / 2];
       wgmma_fence();
 #pragma unroll
@@ -239,29 +259,29 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       wgmma_wait<0>();
       pin(source_gradient);
       pin(target_gradient);
-    }
-    across *= exp2_fast(g_last);
+      across *= exp2_fast(g_last);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      leaving[h] *= leave[h];
-      entering[h] *= enter[h];
-      across += s_own[h] * leaving[h];
+      for (int h = 0; h < 2; ++h) {
+        leaving[h] *= leave[h];
+        entering[h] *= enter[h];
+        across += s_own[h] * leaving[h];
+      }
+      across = warp_sum(across);
+      if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[buffer * STRIPS + strip] = across;
     }
-    across = warp_sum(across);
-    if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[buffer * STRIPS + strip] = across;
     if (warp == FINISH_WARP && k > 0) {
       finish(k - 1);
       if (lane == 0 && k + 1 < count) load_tokens(k + 1);
     }
     __syncthreads();  // S and T were read, and what the last head left in memory
-    if (threadIdx.x == 0 && k + 1 < count) load_state_tiles(k + 1);
+    if (!Short && threadIdx.x == 0 && k + 1 < count) load_state_tiles(k + 1);
 
     // Pairs: this warp's sources with every target from them on.
     float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
     float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
     float joint[8], next[8];
     auto joint_with = [&](float (&joint)[8], int target) {
-      multiply_rows<T>(joint, x_own, dy_tile + min(target, STRIPS - 1) * 2048 + right);
+      multiply_rows<T>(joint, x_own, dy_tile + min(target, row_end - 1) * 2048 + right);
     };
     joint_with(joint, strip);
     joint_with(next, strip + 1);
@@ -269,7 +289,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
                        strip);
     same[0] = same[0] - later[0], same[1] = same[1] - later[1];
 #pragma unroll 1
-    for (int target = strip + 1; target < STRIPS; ++target) {
+    for (int target = strip + 1; target < row_end; ++target) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) joint[i] = next[i];
       joint_with(next, target + 1);
@@ -316,13 +336,13 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     r[3] = Pair<T>::of(b.z, b.w);
   };
 #pragma unroll 1
-  for (int target = strip; target < STRIPS; ++target) {
+  for (int target = strip; target < row_end; ++target) {
     unsigned a[4];
     packed_tile(a, strip, target);
     add(source_gradient, a, base + Memory::C, target);
   }
 #pragma unroll 1
-  for (int source = 0; source <= strip; ++source) {
+  for (int source = row_strip; source <= strip; ++source) {
     unsigned tile[4];
     packed_tile(tile, source, strip);
     const unsigned a[4] = {transposed_tile(tile[0]), transposed_tile(tile[2]), transposed_tile(tile[1]),

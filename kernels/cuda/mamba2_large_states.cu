@@ -327,7 +327,8 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       if (lane == 0 && k + 2 < count) load(k + 2);
       if (lane == 31) entering.w += last;
       const size_t of_unit = (size_t(column_block) * batch + row) * sizes.units() + first_unit + k;
-      reinterpret_cast<float4*>(ddecay + of_unit * sizes.padded() + chunk * TOKENS)[lane] = sums_to_the_end(entering);
+      reinterpret_cast<float4*>(ddecay + of_unit * sizes.padded() + chunk * TOKENS)[lane] =
+          sums_to_the_end<32>(entering);
     }
     if constexpr (Clustered) cluster_barrier(), cluster_barrier();
     return;

@@ -439,7 +439,7 @@ __device__ __forceinline__ void finish_head(const char* memory, float last, unsi
   __syncwarp();
   if (lane == 0) barrier_arrive(finished);
   if (lane == 31) sum.w += last;
-  reinterpret_cast<float4*>(ddecay)[lane] = sums_to_the_end(sum);
+  reinterpret_cast<float4*>(ddecay)[lane] = sums_to_the_end<32>(sum);
   reinterpret_cast<float4*>(dstep)[lane] = direct;
   if constexpr (HasD) reinterpret_cast<float2*>(dskip)[lane] = of_skip;
 }
