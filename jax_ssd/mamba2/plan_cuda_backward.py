@@ -48,6 +48,7 @@ SHORT_ROWS = (16, 32, 64)  # tokens of rows that can share a chunk
 SHORTEST_SEGMENT = 4  # chunks
 MOST_SEGMENTS = 64
 SCRATCH_SHARE = 0.48  # of the arrays of a training step, y among them: so much memory the backward may take besides
+SMALL_SCRATCH = 64 << 20  # bytes
 MOST_TURNS = 16
 
 # As measured on an H200 with a state size of 128, in us.
@@ -84,6 +85,8 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     one = _Backward(p, BackwardBlocks())
     arrays, y = (sum(b.nbytes for b in some) for some in ((*one.operands(), *one.results()), one.operands()[:1]))
     allowed = SCRATCH_SHARE * (arrays + y)
+    # What is little more comes where y was: few programs still need it then.
+    allowed = max(allowed, min(allowed + y, SMALL_SCRATCH))
     most = most_pieces(p)
     segments = range(1, max(1, min(most["segments"] // SHORTEST_SEGMENT, MOST_SEGMENTS)) + 1)
     candidates = []
@@ -367,7 +370,7 @@ class _Backward:
         arrays.append(self.part("D"))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 5 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 8 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, self.row, p.has_D, p.param_rows == 1, self.head_blocks > 1),

@@ -16,6 +16,11 @@ using namespace jax_ssd;
 
 namespace {
 
+constexpr int FINISH_WARP = TOKEN_WARPS - 1;
+// The strips of the first tokens have most targets: the first of them keep so many, and those of the last tokens, in
+// reverse order, take the others.
+constexpr int OWN_STRIPS = 5, HELPED = STRIPS - OWN_STRIPS;
+
 // Shared memory of chunk_gradients.
 template <int N>
 struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
@@ -24,10 +29,8 @@ struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
   static constexpr int S = C + Tiles * ROWS, Adjoint = S + Tiles * TILE;  // [Tiles][64 channels][64]
   static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [2][strips]
   static constexpr int Barriers = ByLast + 2 * STRIPS * 4;
-  static constexpr int Bytes = Barriers + 5 * 8;
+  static constexpr int Bytes = Barriers + (5 + HELPED) * 8;
 };
-
-constexpr int FINISH_WARP = TOKEN_WARPS - 1;  // which has the fewest pairs
 
 }  // namespace
 
@@ -56,6 +59,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   // Copies have come, of the group or of a head; a head is done when its sums are in memory.
   const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, done = full_group + 16;
   const unsigned full_tokens = full_group + 24;  // two
+  const unsigned helped = full_group + 40;       // so many strips
   const Sizes sizes{seq, heads, groups, pieces, chunks};
   constexpr bool Short = Row < TOKENS;
   constexpr int RowStrips = Row / 16;
@@ -72,6 +76,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
   const int strip = warp, upper = strip * 16 + lane / 4, lower = upper + 8;              // this lane has two tokens
   const int row_strip = strip / RowStrips * RowStrips, row_end = row_strip + RowStrips;  // strips of the same row
+
+  const int own_end = Short ? row_end : min(strip + OWN_STRIPS, STRIPS);
 
   auto load_tokens = [&](int k) {
     const int unit = first_unit + k;
@@ -90,7 +96,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 5; ++i) barrier_init(full_group + i * 8, i == 2 ? TOKEN_WARPS : 1);
+    for (int i = 0; i < 5 + HELPED; ++i) barrier_init(full_group + i * 8, i == 2 ? TOKEN_WARPS : 1);
     fence_barrier_init();
   }
   __syncthreads();
@@ -147,7 +153,9 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
     const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
     float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
-    for (int i = lane / 4 / RowStrips * RowStrips; i <= lane / 4; ++i) {
+#pragma unroll
+    for (int i = 0; i < STRIPS; ++i) {
+      if (i < lane / 4 / RowStrips * RowStrips || i > lane / 4) continue;
       const float4 part = targets[i * 32 + lane];
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
@@ -184,6 +192,10 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const unsigned dy_tile = base + Memory::DY + buffer * ROWS, dy_rows = dy_tile + strip * 2048 + left;
     const float* g = reinterpret_cast<const float*>(memory + Memory::Decay) + buffer * TOKENS;
     const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
+    if (warp == FINISH_WARP && k > 0) {  // while the other warpgroup begins with its products
+      finish(k - 1);
+      if (lane == 0 && k + 1 < count) load_tokens(k + 1);
+    }
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
     const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]};
 
@@ -269,35 +281,47 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       across = warp_sum(across);
       if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[buffer * STRIPS + strip] = across;
     }
-    if (warp == FINISH_WARP && k > 0) {
-      finish(k - 1);
-      if (lane == 0 && k + 1 < count) load_tokens(k + 1);
-    }
     __syncthreads();  // S and T were read, and what the last head left in memory
     if (!Short && threadIdx.x == 0 && k + 1 < count) load_state_tiles(k + 1);
 
-    // Pairs: this warp's sources with every target from them on.
+    // Pairs: this warp's sources with the targets from them on, as far as another warp does not take the last ones.
     float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
-    float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
+    auto by_target = [&](int strip) { return reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS; };
     float joint[8], next[8];
     auto joint_with = [&](float (&joint)[8], int target) {
       multiply_rows<T>(joint, x_own, dy_tile + min(target, row_end - 1) * 2048 + right);
     };
     joint_with(joint, strip);
     joint_with(next, strip + 1);
-    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
-                       strip);
+    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
+                       strip, strip);
     same[0] = same[0] - later[0], same[1] = same[1] - later[1];
 #pragma unroll 1
-    for (int target = strip + 1; target < row_end; ++target) {
+    for (int target = strip + 1; target < own_end; ++target) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) joint[i] = next[i];
       joint_with(next, target + 1);
-      add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
-                          target);
+      add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
+                          strip, target);
+    }
+    // What another warp found lies where x of the two was, and where later strips have no targets.
+    auto shared_u = [&](int i, int strip) {
+      const unsigned at = Memory::X + buffer * ROWS + (i < 4 ? strip : STRIPS - 1 - strip) * 2048 + i % 4 * 512;
+      return reinterpret_cast<float4*>(memory + at) + lane;
+    };
+    auto shared_later = [&](int strip) { return reinterpret_cast<float2*>(by_target(STRIPS - 1 - strip)) + lane; };
+    if (!Short && own_end < row_end) {
+      barrier_wait(helped + strip * 8, k % 2);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 v = *shared_u(i, strip);
+        u[4 * i] += v.x, u[4 * i + 1] += v.y, u[4 * i + 2] += v.z, u[4 * i + 3] += v.w;
+      }
+      const float2 v = *shared_later(strip);
+      later[0] += v.x, later[1] += v.y;
     }
 
-    finish_sources<T, Memory, HasD>(u, s_own, memory, buffer, x_tile, dy_tile, strip);
+    finish_sources<T, Memory, HasD>(u, x_own, s_own, memory, buffer, dy_tile, strip);
     {
       const size_t at = ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
       store_rows<T, WIDTH>(u, dx + at, dx + at + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
@@ -312,6 +336,30 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
         reinterpret_cast<float*>(memory + Memory::ByStep)[token] = of_step;
         reinterpret_cast<float*>(memory + Memory::ByDecay)[token] = of_decay;
       }
+    }
+    if (!Short && strip >= STRIPS - HELPED) {  // the last targets of a strip with more of them
+      const int other = STRIPS - 1 - strip, first = other * 16 + lane / 4;
+      const float g_other[2] = {g[first], g[first + 8]}, s_other[2] = {s[first], s[first + 8]};
+#pragma unroll
+      for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + other * 2048 + (left ^ d * 32));
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; ++i) u[i] = 0;
+      later[0] = later[1] = 0;
+      joint_with(next, other + OWN_STRIPS);
+#pragma unroll 1
+      for (int target = other + OWN_STRIPS; target < STRIPS; ++target) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) joint[i] = next[i];
+        joint_with(next, target + 1);
+        add_pairs<T, false>(u, later, same, joint, g_other, s_other, g, pairs, pair_gradient, by_target(other), dy_tile,
+                            left, other, target);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) *shared_u(i, other) = {u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3]};
+      *shared_later(other) = {later[0], later[1]};
+      fence_async_proxy();  // the next head's x comes there
+      __syncwarp();
+      if (lane == 0) barrier_arrive(helped + other * 8);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(done);

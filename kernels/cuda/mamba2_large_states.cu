@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS + 64, 1)
     weigh_leaving<T>(u, leaving, x_own, x_tile + warp * 2048 + place_in_rows(lane), leave);
     if (k > 0) barrier_wait(finished, (k - 1) % 2);
     add_all_pairs<T, At>(u, later, same, x_own, g_own, s_own, g, s, memory, x_tile, dy_tile, warp);
-    finish_sources<T, At, HasD>(u, s_own, memory, buffer, x_tile, dy_tile, warp);
+    finish_sources<T, At, HasD>(u, x_own, s_own, memory, buffer, dy_tile, warp);
     T* to = dx + ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
     store_rows<T, WIDTH>(u, to, to + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
                          chunk * TOKENS + lower < seq);

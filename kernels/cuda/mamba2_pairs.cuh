@@ -358,20 +358,18 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
 
 // dx of this warp's tokens, in u, and its part of dD.
 template <typename T, typename Memory, bool HasD>
-__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const float (&s_own)[2], char* memory, int buffer,
-                                               unsigned x_tile, unsigned dy_tile, int strip) {
+__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const unsigned (&x_own)[4][4],
+                                               const float (&s_own)[2], char* memory, int buffer, unsigned dy_tile,
+                                               int strip) {
 #pragma unroll
   for (int i = 0; i < WIDTH / 2; ++i) u[i] *= s_own[i / 2 % 2];
   if constexpr (HasD) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const unsigned left = place_in_rows(lane);
     const float* d_row = reinterpret_cast<const float*>(memory + Memory::Skip) + buffer * WIDTH;
-    unsigned x_own[4][4], dy_own[4][4];
+    unsigned dy_own[4][4];
 #pragma unroll
-    for (int d = 0; d < 4; ++d) {
-      load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
-      load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
-    }
+    for (int d = 0; d < 4; ++d) load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
     float part[16];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
