@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       if (lane == 0 && k + 1 < count) load_tokens(k + 1);
     }
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
-    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]};
+    const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_end = g[strip * 16 + 15];
 
     float u[WIDTH / 2], leaving[2] = {0, 0}, entering[2] = {0, 0};
     unsigned x_own[4][4];
@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       const float g_last = g[TOKENS - 1];
       const float leave[2] = {exp2_fast(g_last - g_own[0]), exp2_fast(g_last - g_own[1])};
       const float enter[2] = {exp2_fast(g_own[0]), exp2_fast(g_own[1])};
+      const unsigned entered[2] = {Pair<T>::of(enter[0], enter[0]), Pair<T>::of(enter[1], enter[1])};
       float across = 0;  // this thread's part of <S, T>
       barrier_wait(full_states, k % 2);
       float v[WIDTH / 2];
@@ -241,7 +242,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       wgmma_commit();
       wgmma_wait<2>();
       pin(u);
-      weigh_leaving<T>(u, leaving, x_own, x_rows, leave);
+      const float tail = exp2_fast(g_last - g_end);  // the rest of e is a factor of all later pairs
+      weigh_leaving<T>(u, leaving, x_own, x_rows, {tail, tail});
       wgmma_wait<1>();
       pin(v);
 #pragma unroll
@@ -252,9 +254,11 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
           const float2 w = both_of<T>(dy_scaled[d][i]);
           const float* part = v + 4 * (2 * d + i / 2) + 2 * (i % 2);
           entering[i % 2] += part[0] * w.x + part[1] * w.y;
-          dy_scaled[d][i] = Pair<T>::of(w.x * enter[i % 2], w.y * enter[i % 2]);
+          dy_scaled[d][i] = Pair<T>::product(dy_scaled[d][i], entered[i % 2]);
         }
       }
+      pin(entering);  // the sums first: later there are no registers for what goes into them
+      pin(leaving);
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
@@ -262,12 +266,18 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
         Wgmma<T, N>::template registers<true>(target_gradient, dy_scaled[d], advanced(b, d * 2048), true);
       }
       wgmma_commit();
+      // <S, T>: the diagonal of S T', eight channels a warp.
+      float diagonal[2][4] = {};
 #pragma unroll
       for (int i = 0; i < N / 32; ++i) {
-        const uint4 a = reinterpret_cast<const uint4*>(memory + Memory::S)[threadIdx.x + i * 256];
-        const uint4 b = reinterpret_cast<const uint4*>(memory + Memory::Adjoint)[threadIdx.x + i * 256];
-        across += dot<T>(a.x, b.x) + dot<T>(a.y, b.y) + (dot<T>(a.z, b.z) + dot<T>(a.w, b.w));
+        const unsigned at = base + i / 2 * TILE + swizzled(warp * 8 + lane % 8, i % 2 * 4 + lane / 8);
+        unsigned a[4], b[4];
+        load_tiles(a, at + Memory::S);
+        load_tiles(b, at + Memory::Adjoint);
+        multiply(diagonal[0], {a[0], 0, a[1], 0}, b[0], b[1], T());
+        multiply(diagonal[1], {a[2], 0, a[3], 0}, b[2], b[3], T());
       }
+      if (lane / 8 == quad) across = lane / 4 % 2 ? diagonal[0][1] + diagonal[1][1] : diagonal[0][0] + diagonal[1][0];
       wgmma_wait<0>();
       pin(source_gradient);
       pin(target_gradient);
@@ -284,26 +294,35 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     __syncthreads();  // S and T were read, and what the last head left in memory
     if (!Short && threadIdx.x == 0 && k + 1 < count) load_state_tiles(k + 1);
 
-    // Pairs: this warp's sources with the targets from them on, as far as another warp does not take the last ones.
+    // Pairs: this warp's sources with the targets after them, as far as another warp does not take the last ones, and
+    // with each other.
     float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
     auto by_target = [&](int strip) { return reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS; };
     float joint[8], next[8];
     auto joint_with = [&](float (&joint)[8], int target) {
-      multiply_rows<T>(joint, x_own, dy_tile + min(target, row_end - 1) * 2048 + right);
+      multiply_rows<T>(joint, x_own, dy_tile + target * 2048 + right);
     };
-    joint_with(joint, strip);
-    joint_with(next, strip + 1);
-    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
-                       strip, strip);
-    same[0] = same[0] - later[0], same[1] = same[1] - later[1];
+    // Of a strip of sources with some later targets; E of the first of them is in joint, then that of target
+    // `next_one`.
+    auto add_later = [&](const float (&left_s)[2], float g_end, int source, int first, int end, int next_one) {
+      const int at = pair_tile(source, first);
+      const uint4* pairs_at = pairs + at * 32 + lane;
+      float4* sums_at = pair_gradient + at * 64 + lane;
+      float* by_target_at = by_target(source) + first * 16;
+      const float* g_at = g + first * 16;
+      unsigned rows = dy_tile + first * 2048 + left;
 #pragma unroll 1
-    for (int target = strip + 1; target < own_end; ++target) {
+      for (int target = first; target < end; ++target) {
+        joint_with(next, target + 1 < end ? target + 1 : next_one);
+        add_later_pairs<T>(u, later, joint, left_s, g_end, g_at, pairs_at, sums_at, by_target_at, rows);
+        pairs_at += 32, sums_at += 64, by_target_at += 16, g_at += 16, rows += 2048;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) joint[i] = next[i];
-      joint_with(next, target + 1);
-      add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
-                          strip, target);
-    }
+        for (int i = 0; i < 8; ++i) joint[i] = next[i];
+      }
+    };
+    const float to_end[2] = {exp2_fast(g_end - g_own[0]), exp2_fast(g_end - g_own[1])};
+    joint_with(joint, strip + 1 < own_end ? strip + 1 : strip);
+    add_later({to_end[0] * s_own[0], to_end[1] * s_own[1]}, g_end, strip, strip + 1, own_end, strip);
     // What another warp found lies where x of the two was, and where later strips have no targets.
     auto shared_u = [&](int i, int strip) {
       const unsigned at = Memory::X + buffer * ROWS + (i < 4 ? strip : STRIPS - 1 - strip) * 2048 + i % 4 * 512;
@@ -320,6 +339,14 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       const float2 v = *shared_later(strip);
       later[0] += v.x, later[1] += v.y;
     }
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; ++i) u[i] *= to_end[i / 2 % 2];
+    const float far[2] = {to_end[0] * later[0], to_end[1] * later[1]};
+    later[0] = later[1] = 0;
+    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
+                       strip, strip);
+    same[0] = same[0] - later[0], same[1] = same[1] - later[1];
+    later[0] += far[0], later[1] += far[1];
 
     finish_sources<T, Memory, HasD>(u, x_own, s_own, memory, buffer, dy_tile, strip);
     {
@@ -339,21 +366,15 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     }
     if (!Short && strip >= STRIPS - HELPED) {  // the last targets of a strip with more of them
       const int other = STRIPS - 1 - strip, first = other * 16 + lane / 4;
-      const float g_other[2] = {g[first], g[first + 8]}, s_other[2] = {s[first], s[first + 8]};
+      const float g_end = g[other * 16 + 15];
+      const float left_s[2] = {s[first] * exp2_fast(g_end - g[first]), s[first + 8] * exp2_fast(g_end - g[first + 8])};
 #pragma unroll
       for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + other * 2048 + (left ^ d * 32));
 #pragma unroll
       for (int i = 0; i < WIDTH / 2; ++i) u[i] = 0;
       later[0] = later[1] = 0;
-      joint_with(next, other + OWN_STRIPS);
-#pragma unroll 1
-      for (int target = other + OWN_STRIPS; target < STRIPS; ++target) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) joint[i] = next[i];
-        joint_with(next, target + 1);
-        add_pairs<T, false>(u, later, same, joint, g_other, s_other, g, pairs, pair_gradient, by_target(other), dy_tile,
-                            left, other, target);
-      }
+      joint_with(joint, other + OWN_STRIPS);
+      add_later(left_s, g_end, other, other + OWN_STRIPS, STRIPS, STRIPS - 1);
 #pragma unroll
       for (int i = 0; i < 8; ++i) *shared_u(i, other) = {u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3]};
       *shared_later(other) = {later[0], later[1]};

@@ -68,14 +68,12 @@ __device__ __forceinline__ int pair_tile(int strip, int target) {
 // Four fragments of 16 rows of 64 columns, scaled by a factor for each of this lane's two rows; `rows` is its address.
 template <typename T>
 __device__ __forceinline__ void load_scaled(unsigned (&a)[4][4], unsigned rows, const float (&factor)[2]) {
+  const unsigned factors[2] = {Pair<T>::of(factor[0], factor[0]), Pair<T>::of(factor[1], factor[1])};
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     load_tiles(a[d], rows ^ d * 32);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = both_of<T>(a[d][i]);
-      a[d][i] = Pair<T>::of(v.x * factor[i % 2], v.y * factor[i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) a[d][i] = Pair<T>::product(a[d][i], factors[i % 2]);
   }
 }
 
@@ -109,7 +107,7 @@ __device__ __forceinline__ void sum_columns(const float (&column)[2][2], float* 
   }
   float one = (odd ? fold[1] : fold[0]) + __shfl_xor_sync(~0u, odd ? fold[0] : fold[1], 8);
   one += __shfl_xor_sync(~0u, one, 4);
-  if (!(lane & 4)) by_target[second * 8 + 2 * (lane % 4) + odd] = one;
+  by_target[second * 8 + 2 * (lane % 4) + odd] = one;  // two lanes the same
 }
 
 // E of 16 sources in fragments and 16 targets; `rows` is this lane's address in dy's rows as a right factor.
@@ -159,6 +157,11 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
     float* sum = reinterpret_cast<float*>(&sums[q]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (Diagonal && q < h) {  // the last eight sources with the first eight targets
+        mixed[2 * q + h] = 0;
+        continue;
+      }
+      const bool masked = Diagonal && q == h;
       const float2 product = both_of<T>(kept[2 * q + h]);
       float m[2];
 #pragma unroll
@@ -167,7 +170,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
         const int ahead = q * 8 + 2 * quad + c - (lane / 4 + 8 * h);
         float e = joint[4 * q + 2 * h + c];
         m[c] = c ? product.y : product.x;
-        if constexpr (Diagonal) {  // a NaN times a masked weight would be one
+        if (masked) {  // a NaN times a masked weight would be one
           exponent = ahead >= 0 ? exponent : MASKED;
           e = ahead >= 0 ? e : 0.0f;
           m[c] = ahead >= 0 ? m[c] : 0.0f;
@@ -177,7 +180,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
         const float both = e * m[c];
         sum[2 * h + c] += e * w * s_own[h];
         if constexpr (Diagonal) same[h] += both;
-        if (!Diagonal || ahead > 0) {
+        if (!masked || ahead > 0) {
           later[h] += both;
           column[q][c] += s_own[h] * both;
         }
@@ -189,6 +192,46 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
   pair_gradient[at * 64 + 32 + lane] = sums[1];
   add_mixed<T>(u, mixed, dy_tile + target * 2048 + left);
   sum_columns(column, by_target + target * 16);
+}
+
+// As add_pairs, of targets in a strip after the sources': w_ij = exp2(g_end - g_j) exp2(g_i - g_end), with g_end at the
+// strip's end. What is added to u and later lacks the first factor; left_s is that times s. g and by_target are the
+// targets', pairs and pair_gradient this lane's in the tile, `rows` its address in dy's 16 rows.
+template <typename T>
+__device__ __forceinline__ void add_later_pairs(float (&u)[WIDTH / 2], float (&later)[2], const float (&joint)[8],
+                                                const float (&left_s)[2], float g_end, const float* g,
+                                                const uint4* pairs, float4* pair_gradient, float* by_target,
+                                                unsigned rows) {
+  const int quad = threadIdx.x % 4;
+  const uint4 packed = *pairs;
+  const unsigned kept[4] = {packed.x, packed.y, packed.z, packed.w};
+  float4 sums[2] = {pair_gradient[0], pair_gradient[32]};
+  unsigned mixed[4];
+  float column[2][2] = {};
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const float2 g_two = *reinterpret_cast<const float2*>(g + q * 8 + 2 * quad);
+    const float right[2] = {exp2_fast(g_two.x - g_end), exp2_fast(g_two.y - g_end)};
+    const unsigned rights = Pair<T>::of(right[0], right[1]);
+    float* sum = reinterpret_cast<float*>(&sums[q]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      mixed[2 * q + h] = Pair<T>::product(kept[2 * q + h], rights);
+      const float2 product = both_of<T>(kept[2 * q + h]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float weighted = joint[4 * q + 2 * h + c] * right[c];
+        const float both = weighted * (c ? product.y : product.x);
+        sum[2 * h + c] += weighted * left_s[h];
+        later[h] += both;
+        column[q][c] += left_s[h] * both;
+      }
+    }
+  }
+  pair_gradient[0] = sums[0];
+  pair_gradient[32] = sums[1];
+  add_mixed<T>(u, mixed, rows);
+  sum_columns(column, by_target);
 }
 
 // Pairs across a middle, of a source before it and a target after it: w_ij = exp2(g_mid - g_j) exp2(g_i - g_mid).
@@ -367,17 +410,16 @@ __device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const unsi
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const unsigned left = place_in_rows(lane);
     const float* d_row = reinterpret_cast<const float*>(memory + Memory::Skip) + buffer * WIDTH;
-    unsigned dy_own[4][4];
-#pragma unroll
-    for (int d = 0; d < 4; ++d) load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
     float part[16];
+    unsigned dy_own[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      if (j % 2 == 0) load_tiles(dy_own, dy_tile + strip * 2048 + (left ^ j / 2 * 32));
       const float2 d = *reinterpret_cast<const float2*>(d_row + 8 * j + 2 * quad);
       part[2 * j] = part[2 * j + 1] = 0;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 v = both_of<T>(dy_own[j / 2][j % 2 * 2 + h]), w = both_of<T>(x_own[j / 2][j % 2 * 2 + h]);
+        const float2 v = both_of<T>(dy_own[j % 2 * 2 + h]), w = both_of<T>(x_own[j / 2][j % 2 * 2 + h]);
         u[4 * j + 2 * h] += d.x * v.x;
         u[4 * j + 2 * h + 1] += d.y * v.y;
         part[2 * j] += v.x * w.x;
