@@ -31,9 +31,11 @@ LARGE_FILE = "mamba2_large_states.cu"
 
 # As in the kernels.
 CHUNK = 128
+STRIP = 16  # tokens of a warp
 WIDTH = 64  # channels of a piece of a head
 TILE = 8192  # bytes of a copied tile
 STAGES = 3
+MOST_STAGES = 6  # of a walk that has a multiprocessor for itself
 PAIR_TILES = 36
 PAIR_THREADS = 320
 STATE_THREADS = 640
@@ -296,9 +298,9 @@ class _Backward:
         """A chunk's part of the gradient of a parameter; of rows that share chunks nothing is left to add up."""
         return self.array({"A": "dA", "bias": "ddt_bias", "D": "dD"}[name] if self.shares else f"{name}_part")
 
-    def tokens_map(self, name: str) -> TensorMapArg:
+    def tokens_map(self, name: str, tokens: int = CHUNK // 2) -> TensorMapArg:
         p = self.line
-        return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), (p.batch, p.seq, self.units, WIDTH), swizzle=128)
+        return TensorMapArg(name, (1, tokens, 1, WIDTH), (p.batch, p.seq, self.units, WIDTH), swizzle=128)
 
     def group_map(self, name: str) -> TensorMapArg:
         p = self.line
@@ -351,11 +353,14 @@ class _Backward:
         arrays += self.arrays("states", "adjoints", "dinitial_state")
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
         segments = self.segments if stores else self.segments - 1
-        memory = STAGES * (heads + tiles) * TILE + 6 * heads * CHUNK * 4 + 2 * STAGES * 8 + 1024
+        blocks = 2 * self.column_blocks * (self.units // heads) * segments * rows
+        stages = MOST_STAGES if blocks <= MULTIPROCESSORS and heads <= 2 else STAGES
+        lines = 2 * (stages // 2 + 1) + 2
+        memory = stages * (heads + tiles) * TILE + lines * heads * CHUNK * 4 + 2 * stages * 8 + 1024
         return _launch(
             "walk",
-            (CUDA_TYPES[p.dtype], p.state, self.columns, heads, stores),
-            2 * self.column_blocks * (self.units // heads) * segments * rows,
+            (CUDA_TYPES[p.dtype], p.state, self.columns, heads, stages, stores),
+            blocks,
             (*maps, *arrays, *_ints(*sizes)),
             threads=128 * heads,
             shared_memory=memory,
@@ -366,7 +371,8 @@ class _Backward:
         maps = [self.tokens_map("x"), self.tokens_map("dy"), self.group_map("B"), self.group_map("C")]
         # Where rows share chunks a stand-in, never touched.
         maps += maps[:2] if self.shares else [self.states_map("states"), self.states_map("adjoints")]
-        arrays = self.arrays("step", "decay", "D", "dx", "dB", "dC", "step_gradient", "decay_gradient")
+        maps.append(self.tokens_map("dx", STRIP))
+        arrays = self.arrays("step", "decay", "D", "dB", "dC", "step_gradient", "decay_gradient")
         arrays.append(self.part("D"))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)

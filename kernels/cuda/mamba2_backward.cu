@@ -89,15 +89,14 @@ __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias
 
 namespace {
 
-constexpr int STAGES = 3;
-
 // Shared memory of a walk.
-template <int Columns, int Heads>
+template <int Columns, int Heads, int Stages>
 struct WalkMemory {
+  static constexpr int ChunksAhead = Stages / 2 + 1;  // of which some half is in memory
   static constexpr int Tiles = Columns / 64;
   static constexpr int Stage = (Heads + Tiles) * TILE;
-  static constexpr int Lines = STAGES * Stage;                        // g and s, [2][Heads][2][128] float32
-  static constexpr int Weights = Lines + 2 * Heads * 2 * TOKENS * 4;  // [2][Heads][128] float32
+  static constexpr int Lines = Stages * Stage;                                  // g and s, [ChunksAhead][Heads][2][128]
+  static constexpr int Weights = Lines + ChunksAhead * Heads * 2 * TOKENS * 4;  // [2][Heads][128] float32
   static constexpr int Barriers = Weights + 2 * Heads * TOKENS * 4;
 };
 
@@ -135,19 +134,19 @@ __device__ __forceinline__ void store_state(const float (&state)[Columns / 2], f
 // starts, stops [rows, units, segments, 64, N] float32, null for zero. Otherwise: what a segment gives alone, from
 // zero, to starts of the segment after it, or stops of the one before.
 // Grid 2 * N / Columns * (units / Heads) * segments (if not Stores, less one) * rows, the direction varies fastest.
-template <typename T, int N, int Columns, int Heads, bool Stores>
+template <typename T, int N, int Columns, int Heads, int Stages, bool Stores>
 __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
     walk(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap B,
          const __grid_constant__ TensorMap C, const float* step, const float* decay, float* starts, float* stops,
          T* states, T* adjoints, float* dinitial, int seq, int heads, int groups, int pieces, int chunks, int segments,
          int segment_chunks, int first_row) {
-  using Memory = WalkMemory<Columns, Heads>;
+  using Memory = WalkMemory<Columns, Heads, Stages>;
   constexpr int Together = Heads > 4 ? 1 : 4;  // products: as many as there are registers for the fragments of
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   char* memory = raw + (base - shared_address(raw));
   // A stage is full when its copies have come, and free when every warp has read it.
-  const unsigned full = base + Memory::Barriers, free = full + STAGES * 8;
+  const unsigned full = base + Memory::Barriers, free = full + Stages * 8;
   const Sizes sizes{seq, heads, groups, pieces, chunks};
 
   const int walked = Stores ? segments : segments - 1;
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
   auto chunk_at = [&](int k) { return backwards ? first + count - 1 - k : first + k; };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < Stages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(free + i * 8, Heads * 4);
     }
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
   follow_earlier_kernels();
 
   auto load = [&](int stage) {  // half a chunk
-    const unsigned barrier = full + stage % STAGES * 8, to = base + stage % STAGES * Memory::Stage;
+    const unsigned barrier = full + stage % Stages * 8, to = base + stage % Stages * Memory::Stage;
     const int token = chunk_at(stage / 2) * TOKENS + stage % 2 * HALF;
     const bool lines = stage % 2 == 0;
     barrier_expect(barrier, Memory::Stage + (lines ? Heads * (backwards ? 1 : 2) * TOKENS * 4 : 0));
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
       copy_in(to + i * TILE, backwards ? dy : x, 0, first_unit + i, token, row, barrier, KEEP_LAST);
       if (!lines) continue;
       const size_t at = (size_t(row) * heads + (first_unit + i) / pieces) * sizes.padded() + token;
-      const unsigned line = base + Memory::Lines + (stage / 2 % 2 * Heads + i) * 2 * TOKENS * 4;
+      const unsigned line = base + Memory::Lines + (stage / 2 % Memory::ChunksAhead * Heads + i) * 2 * TOKENS * 4;
       copy_line_in(line, decay + at, TOKENS * 4, barrier);
       if (!backwards) copy_line_in(line + TOKENS * 4, step + at, TOKENS * 4, barrier);
     }
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
     }
   };
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < min(STAGES, stages); ++stage) load(stage);
+    for (int stage = 0; stage < min(Stages, stages); ++stage) load(stage);
   }
 
   const int piece = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
   }
 
   int stage = 0;
-  auto wait_stage = [&] { barrier_wait(full + stage % STAGES * 8, stage / STAGES % 2); };
+  auto wait_stage = [&] { barrier_wait(full + stage % Stages * 8, stage / Stages % 2); };
   for (int k = 0; k < count; ++k) {
     if (Stores) {
       const int p = warp * 16 + lane / 4;
@@ -221,7 +220,8 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
     if (stage == stages) break;
     // Of a thread's token. A chunk's weights are read until its end, so two buffers suffice.
     float* weights = reinterpret_cast<float*>(memory + Memory::Weights) + (k % 2 * Heads + piece) * TOKENS;
-    const float* line = reinterpret_cast<const float*>(memory + Memory::Lines) + (k % 2 * Heads + piece) * 2 * TOKENS;
+    const float* line =
+        reinterpret_cast<const float*>(memory + Memory::Lines) + (k % Memory::ChunksAhead * Heads + piece) * 2 * TOKENS;
     wait_stage();
     const int token = threadIdx.x % TOKENS;
     const float own = line[token], last = line[TOKENS - 1];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) state[i] *= carried;
     for (int half = 0; half < 2; ++half, ++stage) {
-      const unsigned tiles = base + stage % STAGES * Memory::Stage;
+      const unsigned tiles = base + stage % Stages * Memory::Stage;
       const float* weight = weights + half * HALF;
       if (half > 0) wait_stage();
 #pragma unroll
@@ -258,11 +258,11 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
         wgmma_wait<0>();
         pin(state);
       }
-      if (lane == 0) barrier_arrive(free + stage % STAGES * 8);
+      if (lane == 0) barrier_arrive(free + stage % Stages * 8);
       // The stage before this one is refilled: by now most warps have read it.
-      if (threadIdx.x == 0 && stage > 0 && stage - 1 + STAGES < stages) {
-        barrier_wait(free + (stage - 1) % STAGES * 8, (stage - 1) / STAGES % 2);
-        load(stage - 1 + STAGES);
+      if (threadIdx.x == 0 && stage > 0 && stage - 1 + Stages < stages) {
+        barrier_wait(free + (stage - 1) % Stages * 8, (stage - 1) / Stages % 2);
+        load(stage - 1 + Stages);
       }
     }
   }

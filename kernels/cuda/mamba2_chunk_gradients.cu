@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
-                    const float* step, const float* decay, const float* skip, T* dx, T* dB, T* dC, float* dstep,
-                    float* ddecay, float* dskip, int seq, int heads, int groups, int pieces, int chunks,
-                    int head_blocks, int block_units, int first_row) {
+                    const __grid_constant__ TensorMap dx, const float* step, const float* decay, const float* skip,
+                    T* dB, T* dC, float* dstep, float* ddecay, float* dskip, int seq, int heads, int groups, int pieces,
+                    int chunks, int head_blocks, int block_units, int first_row) {
   using Memory = ChunkMemory<N>;
   static_assert(Memory::Bytes + 1024 <= 227 * 1024 &&
                 2 * SUM_BYTES<N> <= Memory::Bytes);  // 1024: what aligning may cost
@@ -194,7 +194,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
     if (warp == FINISH_WARP && k > 0) {  // while the other warpgroup begins with its products
       finish(k - 1);
-      if (lane == 0 && k + 1 < count) load_tokens(k + 1);
     }
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
     const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_end = g[strip * 16 + 15];
@@ -291,8 +290,12 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       across = warp_sum(across);
       if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[buffer * STRIPS + strip] = across;
     }
-    __syncthreads();  // S and T were read, and what the last head left in memory
-    if (!Short && threadIdx.x == 0 && k + 1 < count) load_state_tiles(k + 1);
+    if (lane == 0) copies_wait_read<0>();  // the last head's dx
+    __syncthreads();                       // S and T were read, and what the last head left in memory
+    if (threadIdx.x == 0 && k + 1 < count) {
+      if (!Short) load_state_tiles(k + 1);
+      if (k > 0) load_tokens(k + 1);
+    }
 
     // Pairs: this warp's sources with the targets after them, as far as another warp does not take the last ones, and
     // with each other.
@@ -349,10 +352,17 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     later[0] += far[0], later[1] += far[1];
 
     finish_sources<T, Memory, HasD>(u, x_own, s_own, memory, buffer, dy_tile, strip);
-    {
-      const size_t at = ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
-      store_rows<T, WIDTH>(u, dx + at, dx + at + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
-                           chunk * TOKENS + lower < seq);
+    __syncwarp();  // what the others of the warp read there
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      store_tiles(x_rows ^ d * 32, {Pair<T>::of(u[8 * d], u[8 * d + 1]), Pair<T>::of(u[8 * d + 2], u[8 * d + 3]),
+                                    Pair<T>::of(u[8 * d + 4], u[8 * d + 5]), Pair<T>::of(u[8 * d + 6], u[8 * d + 7])});
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      copy_out(dx, 0, first_unit + k, chunk * TOKENS + strip * 16, row, x_tile + strip * 2048, KEEP);
+      copies_commit();
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -375,6 +385,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       later[0] = later[1] = 0;
       joint_with(joint, other + OWN_STRIPS);
       add_later(left_s, g_end, other, other + OWN_STRIPS, STRIPS, STRIPS - 1);
+      if (lane == 0) copies_wait_read<0>();  // of dx
+      __syncwarp();
 #pragma unroll
       for (int i = 0; i < 8; ++i) *shared_u(i, other) = {u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3]};
       *shared_later(other) = {later[0], later[1]};
@@ -386,6 +398,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     if (lane == 0) barrier_arrive(done);
   }
   if (warp == FINISH_WARP) finish(count - 1);
+  if (lane == 0) copies_wait_read<0>();
   __syncthreads();
 
   // dB += dG' C and dC += dG B, with dG summed over the heads.
