@@ -100,7 +100,8 @@ def test_memory_is_at_most_half_more_than_the_arrays_of_a_training_step(sizes):
         (LONG, BackwardBlocks(1, 1, 1)),
         ({"batch": 4096, "seq": 64, "heads": 24, "groups": 1}, BackwardBlocks(1, 1, 1)),
         ({"batch": 4096, "seq": 16, "heads": 24, "groups": 1}, BackwardBlocks(1, 1, 1)),
-        ({"batch": 4, "seq": 1024, "heads": 8, "groups": 1, "state": 512}, BackwardBlocks(1, 2, 8)),
+        ({"batch": 4, "seq": 1024, "heads": 8, "groups": 1, "state": 512}, BackwardBlocks(1, 2, 4)),
+        ({"batch": 4, "seq": 1024, "heads": 8, "groups": 1, "state": 256}, BackwardBlocks(1, 2, 4)),
     ],
     ids=str,
 )

@@ -56,9 +56,11 @@ MOST_TURNS = 16
 # As measured on an H200 with a state size of 128, in us.
 HEAD_TIME = 5.0  # of a chunk of a head
 HEAD_OVERHEAD = 2  # a block's first and last steps take about as long as so many heads
-WALK_STEP = 1.5  # of a chunk of a walk, if the memory does not limit it
+WALK_STEP = 2.0  # of a chunk of a walk, if the memory does not limit it
 WALK_BYTES = 3.3e6  # that all walks together move in one
 LAUNCH_TIME = 3.0  # of each kernel, besides
+# Blocks that run at the same time, by the size of their clusters: 32 clusters of four took two turns.
+TOGETHER = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 120, 5: 110, 6: 120, 7: 112, 8: 112}
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,11 @@ def backward(problem: Problem, config: BackwardBlocks | None = None) -> Plan:
                 raise ValueError(f"BackwardBlocks.{name} must be at most {most} here, got {getattr(config, name)}.")
         return _Backward(problem, config).plan()
     chosen = _Backward(problem, backward_blocks(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and cutile_takes(problem):
+    in_all = chosen.thread_blocks // chosen.rows * chosen.line.batch
+    if in_all < FEWEST_THREAD_BLOCKS and cutile_takes(problem):
         raise NotImplementedError(
             f"the CUDA C++ backward takes calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
-            f"{chosen.thread_blocks}: smaller ones are divided finer by implementation='cutile'"
+            f"{in_all}: smaller ones are divided finer by implementation='cutile'"
         )
     return chosen.plan()
 
@@ -214,7 +217,7 @@ class _Backward:
 
     def time(self) -> float:
         """An estimate in us, to compare choices of this problem."""
-        waves = math.ceil(self.thread_blocks / MULTIPROCESSORS)
+        waves = math.ceil(self.thread_blocks / TOGETHER[self.head_blocks])
         heads = waves * (self.block_units + HEAD_OVERHEAD + (self.head_blocks > 1))
         launches = 2 + 2 * (self.segments > 1) + (self.column_blocks > 1)
         of_rows = HEAD_TIME * heads + self.walk_time() + LAUNCH_TIME * launches
@@ -376,7 +379,7 @@ class _Backward:
         arrays.append(self.part("D"))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 8 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 11 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, self.row, p.has_D, p.param_rows == 1, self.head_blocks > 1),

@@ -29,7 +29,7 @@ struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
   static constexpr int S = C + Tiles * ROWS, Adjoint = S + Tiles * TILE;  // [Tiles][64 channels][64]
   static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [2][strips]
   static constexpr int Barriers = ByLast + 2 * STRIPS * 4;
-  static constexpr int Bytes = Barriers + (5 + HELPED) * 8;
+  static constexpr int Bytes = Barriers + (8 + HELPED) * 8;
 };
 
 }  // namespace
@@ -40,8 +40,10 @@ struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
 // S and T as `walk` stored them (nothing with short rows); dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N];
 // dstep, ddecay [batch, units, chunks * 128] and dskip [batch, units, chunks, 64], of short rows [rows, units, 64],
 // float32. Grid head_blocks * groups * chunks * rows, 256 threads; if Clustered the head_blocks blocks of a group are a
-// cluster, else there is one. The warps wait for each other once a head, when its states were read: those with fewer
-// pairs are ahead of the others by then.
+// cluster, else there is one.
+//
+// The second warpgroup leads: the first meets a head's states after it, so that one has products of states while the
+// other has pairs.
 template <typename T, int N, int Row, bool HasD, bool SharedParams, bool Clustered>
 __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     chunk_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
@@ -56,10 +58,11 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   char* memory = raw + (base - shared_address(raw));
-  // Copies have come, of the group or of a head; a head is done when its sums are in memory.
-  const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, done = full_group + 16;
-  const unsigned full_tokens = full_group + 24;  // two
-  const unsigned helped = full_group + 40;       // so many strips
+  // Copies have come: of the group, of a head's states and, in two buffers, of its tokens. A head's states are read, by
+  // the warpgroup that leads or by all; its sums are in memory (done), and were read there (finished).
+  const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, full_tokens = full_group + 16;
+  const unsigned led = full_group + 32, read = led + 8, done = led + 16, finished = led + 24;
+  const unsigned helped = full_group + 64;  // so many strips
   const Sizes sizes{seq, heads, groups, pieces, chunks};
   constexpr bool Short = Row < TOKENS;
   constexpr int RowStrips = Row / 16;
@@ -77,6 +80,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   const int strip = warp, upper = strip * 16 + lane / 4, lower = upper + 8;              // this lane has two tokens
   const int row_strip = strip / RowStrips * RowStrips, row_end = row_strip + RowStrips;  // strips of the same row
 
+  const bool leads = warp >= HALF_STRIPS;
   const int own_end = Short ? row_end : min(strip + OWN_STRIPS, STRIPS);
 
   auto load_tokens = [&](int k) {
@@ -96,7 +100,11 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 5 + HELPED; ++i) barrier_init(full_group + i * 8, i == 2 ? TOKEN_WARPS : 1);
+    for (int i = 0; i < 4; ++i) barrier_init(full_group + i * 8, 1);
+    barrier_init(led, TOKEN_WARPS / 2);
+    barrier_init(read, TOKEN_WARPS);
+    barrier_init(done, TOKEN_WARPS);
+    for (int i = 0; i < 1 + HELPED; ++i) barrier_init(finished + i * 8, 1);
     fence_barrier_init();
   }
   __syncthreads();
@@ -145,6 +153,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       pair_gradient[at * 64 + lane] = pair_gradient[at * 64 + 32 + lane] = {0, 0, 0, 0};
     }
   }
+  __syncthreads();  // some warps help others with their pairs
 
   // What the sums in memory say of head k, when every warp has done its part.
   auto finish = [&](int k) {
@@ -179,6 +188,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
         *reinterpret_cast<float2*>(dskip + of_row * WIDTH + lane * 2) = total;
       }
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(finished);
   };
 
   float source_gradient[N / 2], target_gradient[N / 2];  // dB and dC of this warp's tokens
@@ -192,9 +203,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const unsigned dy_tile = base + Memory::DY + buffer * ROWS, dy_rows = dy_tile + strip * 2048 + left;
     const float* g = reinterpret_cast<const float*>(memory + Memory::Decay) + buffer * TOKENS;
     const float* s = reinterpret_cast<const float*>(memory + Memory::Step) + buffer * TOKENS;
-    if (warp == FINISH_WARP && k > 0) {  // while the other warpgroup begins with its products
-      finish(k - 1);
-    }
     barrier_wait(full_tokens + buffer * 8, k / 2 % 2);
     const float g_own[2] = {g[upper], g[lower]}, s_own[2] = {s[upper], s[lower]}, g_end = g[strip * 16 + 15];
 
@@ -213,6 +221,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       const unsigned entered[2] = {Pair<T>::of(enter[0], enter[0]), Pair<T>::of(enter[1], enter[1])};
       float across = 0;  // this thread's part of <S, T>
       barrier_wait(full_states, k % 2);
+      if (!leads) barrier_wait(led, k % 2);
       float v[WIDTH / 2];
       wgmma_fence();
 #pragma unroll
@@ -291,10 +300,19 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       if (lane == 0) reinterpret_cast<float*>(memory + Memory::ByLast)[buffer * STRIPS + strip] = across;
     }
     if (lane == 0) copies_wait_read<0>();  // the last head's dx
-    __syncthreads();                       // S and T were read, and what the last head left in memory
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(read);
+      if (leads) barrier_arrive(led);
+    }
     if (threadIdx.x == 0 && k + 1 < count) {
+      barrier_wait(read, k % 2);
       if (!Short) load_state_tiles(k + 1);
       if (k > 0) load_tokens(k + 1);
+    }
+    if (k > 0) {  // the sums in memory can be written again
+      if (warp == FINISH_WARP) finish(k - 1);
+      barrier_wait(finished, (k - 1) % 2);
     }
 
     // Pairs: this warp's sources with the targets after them, as far as another warp does not take the last ones, and
