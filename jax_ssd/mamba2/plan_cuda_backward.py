@@ -42,7 +42,7 @@ STATE_THREADS = 640
 MOST_COLUMNS = 128  # of a state, in one block
 HEAD_TILE = 32
 THREADS = 256
-PAIR_MEMORY = 8 * TILE + PAIR_TILES * (1024 + 512) + (4 * CHUNK + 2 * WIDTH + 8 * CHUNK + 3 * CHUNK + 8 * WIDTH) * 4
+PAIR_MEMORY = 8 * TILE + PAIR_TILES * (1024 + 512) + (6 * CHUNK + 2 * WIDTH + 8 * WIDTH) * 4
 
 FEWEST_THREAD_BLOCKS = MULTIPROCESSORS // 2  # calls with fewer are left to the cuTile kernels, if those take them
 SHORTEST_SEQ = 64  # shorter rows leave more than half of a chunk empty, which takes as long as a full one
@@ -379,7 +379,7 @@ class _Backward:
         arrays.append(self.part("D"))
         sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
-        memory = 6 * tiles * TILE + PAIR_MEMORY + 16 * 4 + 11 * 8 + 1024
+        memory = 6 * tiles * TILE + PAIR_MEMORY + 2 * PAIR_TILES * 64 + 3 * 256 + 16 * 4 + 11 * 8 + 1024
         return _launch(
             "chunk_gradients",
             (CUDA_TYPES[p.dtype], p.state, self.row, p.has_D, p.param_rows == 1, self.head_blocks > 1),
@@ -406,7 +406,7 @@ class _Backward:
                 *_ints(*sizes, self.head_blocks, self.block_units, first_row),
             ),
             threads=PAIR_THREADS,
-            shared_memory=STAGES * 4 * TILE + PAIR_MEMORY + (2 * STAGES + 6) * 8 + 1024,
+            shared_memory=STAGES * 4 * TILE + PAIR_MEMORY + 9 * CHUNK * 4 + (2 * STAGES + 6) * 8 + 1024,
             file=LARGE_FILE,
         )
 

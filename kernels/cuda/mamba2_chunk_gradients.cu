@@ -16,10 +16,11 @@ using namespace jax_ssd;
 
 namespace {
 
-constexpr int FINISH_WARP = TOKEN_WARPS - 1;
+constexpr int FINISH_WARP = HALF_STRIPS;  // which leads, and helps no other
 // The strips of the first tokens have most targets: the first of them keep so many, and those of the last tokens, in
 // reverse order, take the others.
 constexpr int OWN_STRIPS = 5, HELPED = STRIPS - OWN_STRIPS;
+constexpr int TARGETS = PAIR_TILES * 16;
 
 // Shared memory of chunk_gradients.
 template <int N>
@@ -27,7 +28,9 @@ struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
   static constexpr int Tiles = N / 64;
   static constexpr int B = 0, C = B + Tiles * ROWS;                       // [Tiles][128][64]
   static constexpr int S = C + Tiles * ROWS, Adjoint = S + Tiles * TILE;  // [Tiles][64 channels][64]
-  static constexpr int ByLast = PairMemory<6 * Tiles * TILE>::End;        // [2][strips]
+  static constexpr int ByTarget = PairMemory<6 * Tiles * TILE>::End;  // of two heads, [tiles][16]: sums over sources
+  static constexpr int ByHelped = ByTarget + 2 * TARGETS * 4;         // [strips][32 lanes][2]
+  static constexpr int ByLast = ByHelped + HELPED * 32 * 8;           // [2][strips]
   static constexpr int Barriers = ByLast + 2 * STRIPS * 4;
   static constexpr int Bytes = Barriers + (8 + HELPED) * 8;
 };
@@ -160,12 +163,12 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     barrier_wait(done, k % 2);
     const size_t of_unit = size_t(row) * sizes.units() + first_unit + k;
     const size_t at = of_unit * sizes.padded() + chunk * TOKENS + lane * 4;
-    const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget);
+    const float4* targets = reinterpret_cast<const float4*>(memory + Memory::ByTarget) + k % 2 * (TARGETS / 4);
     float4 sum = reinterpret_cast<const float4*>(memory + Memory::ByDecay)[lane];
 #pragma unroll
     for (int i = 0; i < STRIPS; ++i) {
       if (i < lane / 4 / RowStrips * RowStrips || i > lane / 4) continue;
-      const float4 part = targets[i * 32 + lane];
+      const float4 part = targets[pair_tile(i, lane / 4) * 4 + lane % 4];
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
     if constexpr (!Short) {
@@ -310,15 +313,14 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       if (!Short) load_state_tiles(k + 1);
       if (k > 0) load_tokens(k + 1);
     }
-    if (k > 0) {  // the sums in memory can be written again
-      if (warp == FINISH_WARP) finish(k - 1);
-      barrier_wait(finished, (k - 1) % 2);
-    }
+    if (warp == FINISH_WARP && k > 0) finish(k - 1);
 
     // Pairs: this warp's sources with the targets after them, as far as another warp does not take the last ones, and
     // with each other.
     float later[2] = {0, 0}, same[2] = {0, 0};  // sums of E M over later targets, and over all of the diagonal tile
-    auto by_target = [&](int strip) { return reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS; };
+    auto by_target = [&](int tile) {
+      return reinterpret_cast<float*>(memory + Memory::ByTarget) + buffer * TARGETS + tile * 16;
+    };
     float joint[8], next[8];
     auto joint_with = [&](float (&joint)[8], int target) {
       multiply_rows<T>(joint, x_own, dy_tile + target * 2048 + right);
@@ -329,7 +331,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       const int at = pair_tile(source, first);
       const uint4* pairs_at = pairs + at * 32 + lane;
       float4* sums_at = pair_gradient + at * 64 + lane;
-      float* by_target_at = by_target(source) + first * 16;
+      float* by_target_at = by_target(at);
       const float* g_at = g + first * 16;
       unsigned rows = dy_tile + first * 2048 + left;
 #pragma unroll 1
@@ -344,12 +346,14 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     const float to_end[2] = {exp2_fast(g_end - g_own[0]), exp2_fast(g_end - g_own[1])};
     joint_with(joint, strip + 1 < own_end ? strip + 1 : strip);
     add_later({to_end[0] * s_own[0], to_end[1] * s_own[1]}, g_end, strip, strip + 1, own_end, strip);
-    // What another warp found lies where x of the two was, and where later strips have no targets.
+    // What another warp found of u lies where x of the two was.
     auto shared_u = [&](int i, int strip) {
       const unsigned at = Memory::X + buffer * ROWS + (i < 4 ? strip : STRIPS - 1 - strip) * 2048 + i % 4 * 512;
       return reinterpret_cast<float4*>(memory + at) + lane;
     };
-    auto shared_later = [&](int strip) { return reinterpret_cast<float2*>(by_target(STRIPS - 1 - strip)) + lane; };
+    auto shared_later = [&](int strip) {
+      return reinterpret_cast<float2*>(memory + Memory::ByHelped) + strip * 32 + lane;
+    };
     if (!Short && own_end < row_end) {
       barrier_wait(helped + strip * 8, k % 2);
 #pragma unroll
@@ -364,11 +368,12 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     for (int i = 0; i < WIDTH / 2; ++i) u[i] *= to_end[i / 2 % 2];
     const float far[2] = {to_end[0] * later[0], to_end[1] * later[1]};
     later[0] = later[1] = 0;
-    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(strip), dy_tile, left,
-                       strip, strip);
+    add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target(pair_tile(strip, strip)),
+                       dy_tile, left, strip, strip);
     same[0] = same[0] - later[0], same[1] = same[1] - later[1];
     later[0] += far[0], later[1] += far[1];
 
+    if (k > 0) barrier_wait(finished, (k - 1) % 2);  // the other sums in memory can be written again
     finish_sources<T, Memory, HasD>(u, x_own, s_own, memory, buffer, dy_tile, strip);
     __syncwarp();  // what the others of the warp read there
 #pragma unroll

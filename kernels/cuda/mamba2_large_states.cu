@@ -22,7 +22,12 @@ namespace {
 // Shared memory of pair_gradients. A stage has 64 columns of B, and of C or T.
 struct PairsAt : PairMemory<3 * 2 * ROWS> {
   static constexpr int Stages = 3, Stage = 2 * ROWS;
-  static constexpr int Barriers = PairMemory<Stages * Stage>::End;
+  // [strips][128]: sums over the strip's sources. Later strips have no earlier targets: their places there are for sums
+  // by source of E M and s E M across a middle, [2][2][64]: across the chunk's and across those of its halves.
+  static constexpr int ByTarget = PairMemory<Stages * Stage>::End;
+  static constexpr int ByFar = ByTarget + HALF_STRIPS * TOKENS * 4;
+  static constexpr int ByLeaving = ByTarget + STRIPS * TOKENS * 4;  // [128]
+  static constexpr int Barriers = ByLeaving + TOKENS * 4;
   static constexpr int Bytes = Barriers + (2 * Stages + 6) * 8;
 };
 

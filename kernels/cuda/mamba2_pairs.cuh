@@ -29,14 +29,9 @@ struct PairMemory {
   static constexpr int Decay = Pairs + PAIR_TILES * 512;          // [2][128] float32
   static constexpr int Step = Decay + 2 * TOKENS * 4;             // [2][128]
   static constexpr int Skip = Step + 2 * TOKENS * 4;              // [2][64]
-  // [strips][128]: sums over the strip's sources. Later strips have no earlier targets: their places there are for sums
-  // by source of E M and s E M across a middle, [2][2][64]: across the chunk's and across those of its halves.
-  static constexpr int ByTarget = Skip + 2 * WIDTH * 4;
-  static constexpr int ByFar = ByTarget + HALF_STRIPS * TOKENS * 4;
-  static constexpr int ByStep = ByTarget + STRIPS * TOKENS * 4;  // [128]
-  static constexpr int ByDecay = ByStep + TOKENS * 4;            // [128]
-  static constexpr int ByLeaving = ByDecay + TOKENS * 4;         // [128]
-  static constexpr int BySkip = ByLeaving + TOKENS * 4;          // [strips][64]
+  static constexpr int ByStep = Skip + 2 * WIDTH * 4;             // [128]
+  static constexpr int ByDecay = ByStep + TOKENS * 4;             // [128]
+  static constexpr int BySkip = ByDecay + TOKENS * 4;             // [strips][64]
   static constexpr int End = BySkip + STRIPS * WIDTH * 4;
 };
 
@@ -138,7 +133,7 @@ __device__ __forceinline__ void add_mixed(float (&u)[WIDTH / 2], const unsigned 
 
 // The pairs of a strip of 16 sources, whose g and s this warp's lanes hold, with 16 targets, E in `joint`: adds M dy to
 // u, E w s to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the
-// diagonal tile). The sums over sources of s E M go to by_target.
+// diagonal tile). The sums over sources of s E M go to by_target, the targets' place.
 template <typename T, bool Diagonal>
 __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[2], float (&same)[2],
                                           const float (&joint)[8], const float (&g_own)[2], const float (&s_own)[2],
@@ -191,7 +186,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
   pair_gradient[at * 64 + lane] = sums[0];
   pair_gradient[at * 64 + 32 + lane] = sums[1];
   add_mixed<T>(u, mixed, dy_tile + target * 2048 + left);
-  sum_columns(column, by_target + target * 16);
+  sum_columns(column, by_target);
 }
 
 // As add_pairs, of targets in a strip after the sources': w_ij = exp2(g_end - g_j) exp2(g_i - g_end), with g_end at the
@@ -315,13 +310,13 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
   float joint[8];
   multiply_rows<T>(joint, x_own, dy_tile + strip * 2048 + right);
-  add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
-                     strip);
+  add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target + strip * 16, dy_tile,
+                     left, strip, strip);
   same[0] = same[0] - later[0], same[1] = same[1] - later[1];
   if (strip % 2 == 0) {
     multiply_rows<T>(joint, x_own, dy_tile + (strip + 1) * 2048 + right);
-    add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, strip,
-                        strip + 1);
+    add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target + (strip + 1) * 16,
+                        dy_tile, left, strip, strip + 1);
   }
   // Of a half, the pairs across its middle: the warps of the sources add M dy, those of the targets do the rest.
   {
