@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
   char* memory = raw + (base - shared_address(raw));
-  // Copies have come: of the group, of a head's states and, in two buffers, of its tokens. A head's states are read, by
-  // the warpgroup that leads or by all; its sums are in memory (done), and were read there (finished).
+  // Copies have come: of the group, of a head's states and, in two buffers, of its tokens. A head's states and x are
+  // read, by the warpgroup that leads or by all; its sums are in memory (done), and were read there (finished).
   const unsigned full_group = base + Memory::Barriers, full_states = full_group + 8, full_tokens = full_group + 16;
   const unsigned led = full_group + 32, read = led + 8, done = led + 16, finished = led + 24;
   const unsigned helped = full_group + 64;  // so many strips
@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, quad = lane % 4;
   const int strip = warp, upper = strip * 16 + lane / 4, lower = upper + 8;              // this lane has two tokens
   const int row_strip = strip / RowStrips * RowStrips, row_end = row_strip + RowStrips;  // strips of the same row
-
   const bool leads = warp >= HALF_STRIPS;
   const int own_end = Short ? row_end : min(strip + OWN_STRIPS, STRIPS);
 
@@ -408,6 +407,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
       later[0] = later[1] = 0;
       joint_with(joint, other + OWN_STRIPS);
       add_later(left_s, g_end, other, other + OWN_STRIPS, STRIPS, STRIPS - 1);
+      barrier_wait(read, k % 2);             // the other warp has its x
       if (lane == 0) copies_wait_read<0>();  // of dx
       __syncwarp();
 #pragma unroll
