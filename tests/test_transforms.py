@@ -26,6 +26,7 @@ ARCH = "sm_90"
 CHUNK = 16
 CASE = Case("", batch=2, seq=48, heads=2, head_dim=16, groups=1, state=16, gate=False, dt_limit=(0.0, math.inf))
 PER_TOKEN = ("x", "dt", "B", "C", "z")
+OPS = tuple(f"{model}_{op}" for model in ("mamba2", "mamba3") for op in ("forward", "backward", "step"))
 
 
 @functools.cache
@@ -333,7 +334,7 @@ def launches(text: str) -> list[str]:
             words = re.search(r'plan = dense<(?:"0x([0-9A-F]+)"|\[([\d, ]+)\])>', line)
             assert words is not None, line[:500]
             data = bytes.fromhex(words[1]) if words[1] else bytes(int(n) for n in words[2].split(","))
-            names.append(next(n for n in ("mamba2_forward", "mamba2_backward", "mamba2_step") if n.encode() in data))
+            names.append(next(name for name in OPS if name.encode() in data))
     return names
 
 
