@@ -15,14 +15,14 @@ from tests.compilation import compile_plan
 def problem(
     *, batch=2, seq=300, heads=4, groups=1, rank: int | None = 4, state=128, head_dim=64, pairs=32, dtype="bfloat16",
     rotary="pairwise", gate=True, skip=True, norm=False, fold=True, initial=False, final=False, chunk_size=None,
-    packed=False
+    sequences: int | None = None, precision="highest"
 ) -> Problem:  # fmt: skip
     """A backward's problem as `mamba3` makes it."""
     mimo, r = rank is not None, rank or 1
     tokens, steps = (batch, seq, heads, head_dim), (batch, heads, seq)
     per_rank = (1, heads, r, head_dim)
     pieces = {"angle": (pairs,), "ssm": (head_dim, state), "k": (r, state), "v": (head_dim,)}
-    states = {name: (batch, 1, heads, *shape) for name, shape in pieces.items()}
+    states = {name: (batch, sequences or 1, heads, *shape) for name, shape in pieces.items()}
     values = {"q": (batch, seq, r, groups, state), "k": (batch, seq, r, groups, state), "v": tokens}
     floats = {"q_bias": (1, heads, r, state), "k_bias": (1, heads, r, state), "angles": (batch, seq, heads, pairs)}
     floats |= dict.fromkeys(("adt", "dt", "trap"), steps)
@@ -39,10 +39,10 @@ def problem(
         *(Buffer(n, s, dtype) for n, s in values.items()),
         *(Buffer(n, s, "float32") for n, s in floats.items()),
     ]
-    if packed:
-        operands.append(Buffer("cu_seqlens", (batch, 3), "int32"))
+    if sequences is not None:
+        operands.append(Buffer("cu_seqlens", (batch, sequences + 1), "int32"))
     return Problem(
-        batch, seq, heads, head_dim, groups, state, r, pairs, dtype, 1, rotary, 1e-5, final, chunk_size, "highest",
+        batch, seq, heads, head_dim, groups, state, r, pairs, dtype, 1, rotary, 1e-5, final, chunk_size, precision,
         tuple(operands),
     )  # fmt: skip
 
