@@ -12,8 +12,8 @@ from tests.test_mamba3 import case, wide
 
 KERNELS = ("cuda", "xla")  # the backward by its kernels, whatever the forward is
 
-# Rounding of bfloat16 operands, through two products, of sums in float32. TF32 has three bits more; at highest precision
-# it is float32's own rounding, of decays and products of sums.
+# Rounding of bfloat16 operands, through two products, of sums in float32. TF32 has three bits more; at highest
+# precision it is float32's own rounding, of decays and products of sums.
 BARS = {("bfloat16", "highest"): 2e-2, ("float32", "default"): 3e-3, ("float32", "highest"): 1e-5}
 BAR = BARS["bfloat16", "highest"]
 
@@ -87,8 +87,16 @@ CASES = {
     "packed_siso": {"seq": 500, "rank": None, "cu_seqlens": (0, 128, 129, 450, 500), "heads": 4, "groups": 2},
     "packed_norm": {"seq": 60, "rank": 3, "cu_seqlens": (0, 5, 37, 60), "norm": True, "final": True, "rotary": "half"},
     "packed_model": {
-        **{"seq": 300, "rank": 4, "cu_seqlens": (0, 100, 260, 300), "heads": 4, "groups": 2},
-        **{"state": 128, "head_dim": 64, "pairs": 32, "initial": True, "final": True},
+        "seq": 300,
+        "rank": 4,
+        "cu_seqlens": (0, 100, 260, 300),
+        "heads": 4,
+        "groups": 2,
+        "state": 128,
+        "head_dim": 64,
+        "pairs": 32,
+        "initial": True,
+        "final": True,
     },
 }
 for _name in ("siso", "mimo", "states", "siso_states", "ranks_kept", "no_gate", "norm", "ranks_kept_norm", "one_token",

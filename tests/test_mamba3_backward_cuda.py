@@ -13,7 +13,7 @@ from jax_ssd import config as settings
 from jax_ssd.mamba3.plan_backward import backward, heuristic
 from jax_ssd.tools.check import relative_error
 from tests import cuda_emulator, emulation
-from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, exact_gradients, flat, gradients
+from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, bar, exact_gradients, flat, gradients
 from tests.test_mamba3_plan_backward import problem
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
@@ -27,6 +27,10 @@ EMULATED = {
     "siso_model": {"heads": 1},
     "model_states": {"heads": 2},
     "model_segments": {},
+    "packed": {"heads": 1},
+    "packed_siso_float32": {"seq": 150, "cu_seqlens": (0, 64, 65, 150), "heads": 2, "groups": 1},
+    "norm_float32": {"heads": 1},
+    "packed_model_tf32": {"seq": 70, "cu_seqlens": (0, 50, 70), "heads": 1, "groups": 1},
 }
 
 
@@ -39,11 +43,31 @@ def _emulated(monkeypatch):
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_gradients_agree_with_float64(name):
-    arrays, cotangents, options = arguments(**{**CASES[name], "batch": 1, **EMULATED[name]})
+    changes = {**CASES[name], "batch": 1, **EMULATED[name]}
+    arrays, cotangents, options = arguments(**changes)
     options = tuple(options.items())
     actual = flat(gradients(arrays, cotangents, implementation=KERNELS, options=options))
     for gradient, expected in exact_gradients(arrays, cotangents, options).items():
-        assert relative_error(actual[gradient], expected) <= BAR, gradient
+        assert relative_error(actual[gradient], expected) <= bar(changes), gradient
+
+
+def test_tiles_of_fewer_rows_give_what_larger_ones_do():
+    p = problem(
+        batch=1, seq=50, heads=1, rank=3, state=64, head_dim=32, pairs=8, norm=True, sequences=2, dtype="float32"
+    )
+    config = heuristic(p, ["sm_90"])
+    assert (config.rows, config.tokens) == (64, 16)
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(b.dtype) for b in p.operands}
+    arrays["adt"], arrays["dt"] = -abs(arrays["adt"]) / 8, abs(arrays["dt"]) / 8
+    arrays["cu_seqlens"] = np.asarray([[0, 18, 50]], np.int32)
+    large, small = (
+        cuda_emulator.run(backward(p, c), arrays)
+        for c in (config, dataclasses.replace(config, rows=32, tokens=8, walk_columns=128))
+    )
+    for name in small:
+        if name.startswith("grad_"):
+            assert relative_error(small[name], large[name]) <= bar({"dtype": "float32"}), name
 
 
 @pytest.mark.parametrize(("rank", "gate"), [(None, True), (None, False), (2, True)])

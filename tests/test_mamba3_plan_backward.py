@@ -56,6 +56,11 @@ VARIANTS = {
     "norm": {"norm": True, "initial": True},
     "small": {"state": 16, "head_dim": 8, "pairs": 3, "rank": 2, "seq": 5, "heads": 2},
     "wide": {"head_dim": 128, "rank": None, "pairs": 64},
+    "packed": {"batch": 1, "sequences": 5, "initial": True, "final": True},
+    "float32": {"dtype": "float32"},
+    "float32_default": {"dtype": "float32", "precision": "default", "rank": None, "initial": True},
+    "float32_packed": {"dtype": "float32", "batch": 1, "sequences": 5, "norm": True, "final": True, "rotary": "half"},
+    "float32_wide": {"dtype": "float32", "head_dim": 128, "rank": None, "pairs": 64},
 }
 
 
@@ -64,16 +69,18 @@ def test_a_plan_is_sound_and_returns_every_gradient(changes):
     p = problem(**changes)
     plan = backward(p, archs=["sm_90"])
     plan.check("sm_90")
-    moving = [b for b in p.operands if b.name != "dy" and not b.name.startswith("d_")]
+    moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
     assert [(b.name, b.dtype) for b in plan.results] == [(f"grad_{b.name}", b.dtype) for b in moving]
     for before, after in zip(moving, plan.results, strict=True):
         rows = p.batch if before.name in plan_backward.PARAMETERS else before.shape[0]
         assert after.shape == (rows, *before.shape[1:])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
-def test_kernels_compile_for_every_architecture(arch):
-    compile_plan(backward(problem(norm=True, initial=True, final=True, state=64, head_dim=32, pairs=16)), arch)
+def test_kernels_compile_for_every_architecture(arch, dtype):
+    sizes = {"state": 64, "head_dim": 32, "pairs": 16, "dtype": dtype}
+    compile_plan(backward(problem(norm=True, initial=True, final=True, **sizes), archs=[arch]), arch)
 
 
 @pytest.mark.parametrize("archs", [["sm_90"], ["sm_80", "sm_90"]], ids=len)
@@ -85,9 +92,8 @@ def test_kernels_compile_with_every_option(changes, archs):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "float32"}, "take bfloat16, got float32"),
-        ({"dtype": "float16"}, "take bfloat16, got float16"),
-        ({"packed": True}, "cu_seqlens"),
+        ({"dtype": "float16"}, "take bfloat16 and float32, got float16"),
+        ({"sequences": 40_000}, "up to 32,767 packed sequences, got 40,000"),
         ({"state": 36}, "multiples of 8 up to 128 as state, got 36"),
         ({"state": 256}, "up to 128 as state, got 256"),
         ({"head_dim": 136}, "up to 128 as head_dim, got 136"),
@@ -100,8 +106,24 @@ def test_what_the_kernels_do_not_do_is_refused_with_limit_and_figure(changes, wo
         backward(problem(**changes))
 
 
+def test_tiles_are_as_large_as_the_shared_memory_allows():
+    def tile(arch, **changes):
+        plan = backward(problem(**changes), archs=[arch])
+        plan.check(arch)
+        found = heuristic(problem(**changes), [arch])
+        return found.rows, found.tokens
+
+    assert tile("sm_80") == (64, 16)
+    assert tile("sm_86") == (32, 8)
+    assert tile("sm_90", dtype="float32") == (64, 16)
+    assert tile("sm_90", dtype="float32", rank=None) == (64, 64)
+    assert tile("sm_90", dtype="float32", rank=None, pairs=64) == (32, 32)
+    assert tile("sm_90", dtype="float32", rank=None, pairs=64, head_dim=128) == (32, 16)
+    assert tile("sm_80", dtype="float32") == (32, 8)
+
+
 def test_a_device_with_less_shared_memory_refuses_with_both_figures():
-    plan = backward(problem(), archs=["sm_86"])
+    plan = backward(problem(dtype="float32"), archs=["sm_86"])
     with pytest.raises(NotImplementedError, match=r"shared memory on sm_86: [\d,]+ bytes, at most 101,376"):
         plan.check("sm_86")
 
@@ -114,6 +136,10 @@ def test_a_tile_has_at_most_64_rows_whatever_the_rank_and_the_chunk():
             assert heuristic(p, ["sm_90"]).tokens * ranks(p) <= 64
     with pytest.raises(NotImplementedError, match="a tile has 64"):
         backward(problem(), BackwardConfig(tokens=32))
+    with pytest.raises(NotImplementedError, match="a tile has 32"):
+        backward(problem(), BackwardConfig(tokens=16, rows=32))
+    with pytest.raises(ValueError, match="rows must be 32 or 64"):
+        BackwardConfig(tokens=16, rows=48)
 
 
 def test_few_chunks_share_the_heads_of_a_group_among_blocks():
@@ -136,6 +162,8 @@ def test_few_chunks_share_the_heads_of_a_group_among_blocks():
         ({"pairs": 30}, ["sm_90"]),
         ({"rank": None, "pairs": 64}, ["sm_90"]),  # too much shared memory
         ({"chunk_size": 8}, ["sm_90"]),
+        ({"dtype": "float32"}, ["sm_90"]),
+        ({"batch": 1, "sequences": 2}, ["sm_90"]),
     ],
 )
 def test_warpgroups_serve_the_sizes_of_models_on_sm_90_alone(changes, archs):

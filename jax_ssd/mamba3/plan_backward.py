@@ -25,7 +25,9 @@ SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 SMALL_ROWS = 32  # where memory is scarce
-SPAN = 128  # tokens over which the gradients of phases are summed
+# Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it rounding
+# errors add up. 16-bit states of all chunks by the general kernels.
+SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 256}, 128
 LARGEST_STATE = 128
 LARGEST_HEAD_DIM = 128
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
@@ -211,7 +213,8 @@ class _Builder:
         self.chunks = pieces(p, config.tokens)
         self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
         self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
-        self.span = max(1, SPAN // config.tokens) * config.tokens
+        span = WARPGROUP_SPAN if config.warpgroups else SPAN[p.dtype]
+        self.span = max(1, span // config.tokens) * config.tokens
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _wide(p)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4

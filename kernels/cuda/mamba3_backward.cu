@@ -225,6 +225,19 @@ __device__ inline float sum_over_rows(float x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What staging a tile needs to know of a chunk.
 
+// What products are made of.
+__device__ inline void store_tile(Value* to, float a, float b) {
+  store_pair(to, for_products<Value, kPasses>(a), for_products<Value, kPasses>(b));
+}
+
+template <int Count, int Size>
+__device__ inline void store_tile(Value* to, const float (&x)[Size], int first = 0) {
+  float rounded[Count];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) rounded[i] = for_products<Value, kPasses>(x[first + i]);
+  store_run<Count>(to, rounded);
+}
+
 // Four pairs of a row of q or k, in the order of the tile: rotated by cos and sin where there are any.
 __device__ inline void turn_columns(float (&x)[8], const float (&cosine)[4], const float (&sine)[4], int pair) {
 #pragma unroll
@@ -360,8 +373,8 @@ __device__ inline void stage_keys(const Ahead<Threads>& from, Value* Q, Value* K
       turn_columns(x, cosine, sine, pair);
       turn_columns(y, cosine, sine, pair);
     }
-    store_run<8>(Q + row * kPitchN + 2 * pair, x);
-    store_run<8>(K + row * kPitchN + 2 * pair, y);
+    store_tile<8>(Q + row * kPitchN + 2 * pair, x);
+    store_tile<8>(K + row * kPitchN + 2 * pair, y);
   }
 }
 
@@ -397,8 +410,8 @@ __device__ inline void stage_values(const Ahead<Threads>& from, Value* V, Value*
         }
       }
     }
-    store_run<8>(V + row * kPitchP + p, x);
-    store_run<8>(dO + row * kPitchP + p, y);
+    store_tile<8>(V + row * kPitchP + p, x);
+    store_tile<8>(dO + row * kPitchP + p, y);
   }
 }
 
@@ -674,7 +687,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
 #pragma unroll
       for (int j = 0; j < 4; ++j) sincos_of(phase[j], sine[j], cosine[j]);
       turn_columns(x, cosine, sine, pair);
-      store_run<8>(keys + (buffer * kRows + row) * kWalkPitch + inner, x);
+      store_tile<8>(keys + (buffer * kRows + row) * kWalkPitch + inner, x);
     }
 #pragma unroll
     for (int i = 0; i < kValueUnits; ++i) {
@@ -697,7 +710,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
       }
       Value* to = values + (buffer * kRows + row) * kPitchP;
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) store_pair(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
+      for (int j = 0; j < 8; j += 2) store_tile(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
     }
   };
 
@@ -726,7 +739,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
       }
 #pragma unroll
       for (int i = 0; i < 2 * kWalkNs; i += kStored) {
-        if (n < kN && p0 + i < kP) store_run<kStored>(to + n * kP + p0 + i, run, i);
+        if (n < kN && p0 + i < kP) store_tile<kStored>(to + n * kP + p0 + i, run, i);
       }
     }
     add_product<kPasses, 1, kWalkNs, kRows / 16, true, false>(
@@ -919,8 +932,8 @@ __global__ void __launch_bounds__(Threads, 1)
               dm[e] = y * w;
             }
           }
-          store_pair(M + i * kPitchM + j, m[0], m[1]);
-          store_pair(dM + i * kPitchM + j, dm[0], dm[1]);
+          store_tile(M + i * kPitchM + j, m[0], m[1]);
+          store_tile(dM + i * kPitchM + j, dm[0], dm[1]);
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -1313,7 +1326,7 @@ __global__ void __launch_bounds__(Threads)
         for (int i = 0; i < 8; ++i) x[i] *= weight[i];
       }
     }
-    store_run<8>(V + row * kPitchP + p, x);
+    store_tile<8>(V + row * kPitchP + p, x);
   }
   __syncthreads();
 
@@ -1336,7 +1349,7 @@ __global__ void __launch_bounds__(Threads)
           const float w = cj < ci ? exp2_fast(sum) * row_f[j + e] : row_gamma[i];
           m[e] = cj <= ci ? qk[0][n][2 * half + e] * w : 0.0f;
         }
-        store_pair(M + i * kPitchM + j, m[0], m[1]);
+        store_tile(M + i * kPitchM + j, m[0], m[1]);
       }
     }
   }

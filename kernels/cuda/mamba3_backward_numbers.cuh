@@ -84,18 +84,30 @@ __device__ inline void store_run(float* to, const float (&x)[Size], int first = 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products of tiles. A step of the summed dimension is 32 bytes of a row: 16 numbers of bfloat16, 8 of float32.
 
-// What one step takes of a factor, in a thread's registers; `low` is what the high parts of float32 leave.
+// x as it goes into a tile: rounded to TF32 where one pass is made of it, since the hardware cuts what it is given.
+template <typename T, int Passes>
+__device__ __forceinline__ float for_products(float x) {
+  if constexpr (sizeof(T) == 4 && Passes == 1) {
+    unsigned r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return __uint_as_float(r);
+  }
+  return x;
+}
+
+// What one step takes of a factor, in a thread's registers. float32 in three passes is rounded to TF32, and `low` is
+// the rest; of a NaN that rounding loses, the rest is one still.
 template <typename T, int Passes, int Size>
 struct Fragment {
   unsigned high[Size], low[Passes == 3 ? Size : 1];
 
   __device__ __forceinline__ void split() {
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4 && Passes == 3) {
 #pragma unroll
       for (int i = 0; i < Size; ++i) {
         const float x = __uint_as_float(high[i]);
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(x));
-        if constexpr (Passes == 3) low[i] = __float_as_uint(x - __uint_as_float(high[i]));  // the hardware cuts it
+        high[i] = (high[i] + 0x1000u) & 0xffffe000u;
+        low[i] = __float_as_uint(x - __uint_as_float(high[i]));
       }
     }
   }
