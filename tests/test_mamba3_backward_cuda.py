@@ -88,6 +88,15 @@ def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank, gate)
             assert relative_error(together[name], apart[name]) <= BAR / 10, name
 
 
+@pytest.mark.parametrize("bounds", [(3, 20, 10, 90), (0, 40, 7, 20), (0, -3, 50, 40)])
+def test_bounds_out_of_order_end(bounds):
+    p = problem(batch=1, seq=40, heads=1, rank=2, state=16, head_dim=8, pairs=3, sequences=3, initial=True, final=True)
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(jax.numpy.dtype(b.dtype)) for b in p.operands}
+    found = cuda_emulator.run(backward(p), {**arrays, "cu_seqlens": np.asarray([bounds], np.int32)})
+    assert found["grad_v"].shape == (1, 40, 1, 8)
+
+
 def test_a_nan_in_one_row_leaves_the_others_alone():
     arrays, cotangents, options = arguments(**CASES["group_per_head"])
     options = tuple(options.items())

@@ -27,7 +27,7 @@ ROWS = 64  # of a tile: tokens x ranks of a chunk
 SMALL_ROWS = 32  # where memory is scarce
 # Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it rounding
 # errors add up. 16-bit states of all chunks by the general kernels.
-SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 256}, 128
+SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 128}, 128
 LARGEST_STATE = 128
 LARGEST_HEAD_DIM = 128
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes

@@ -148,6 +148,8 @@ __device__ inline void sincos_of(unsigned phase, float& sine, float& cosine) {
   }
 }
 
+__device__ inline float tanh_of(float x) { return kExact ? tanhf(x) : 1.0f - 2.0f * sigmoid(-2.0f * x); }
+
 // By every kernel, first of all: the next one may be launched while this one ends, as this one may have been.
 __device__ inline void begin() {
 #if __CUDA_ARCH__ >= 900
@@ -1651,22 +1653,28 @@ __global__ void __launch_bounds__(Threads)
   float total[kOwn];  // of all later tokens
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) total[i] = lane + 32 * i < kPairs ? moments[index * kPairs + lane + 32 * i] : 0.0f;
-  for (int begin = piece.t0 + piece.last / kRun * kRun; begin >= piece.t0; begin -= kRun) {
-    const int end = piece.t0 + piece.last;
-    float sum[kOwn][kRun], rate[kOwn][kRun];
+  const int end = piece.t0 + piece.last;
+  struct Run {
+    float phase[kOwn][kRun], angle[kOwn][kRun];
+  };
+  const auto load = [&](int begin) {
+    Run run;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < kRun; ++j) {
         const bool there = lane + 32 * i < kPairs && begin + j <= end;
         const long long at = first + (long long)(begin + j) * kHeads * kPairs + lane + 32 * i;
-        sum[i][j] = there ? d_angles[at] : 0.0f;
-        rate[i][j] = there ? angles[at] : 0.0f;
+        run.phase[i][j] = there ? d_angles[at] : 0.0f;
+        run.angle[i][j] = there ? angles[at] : 0.0f;
       }
     }
-    if (const int earlier = begin - kRun + lane % kRun; lane < 2 * kRun && earlier >= piece.t0) {
-      want((lane < kRun ? angles : d_angles) + first + (long long)earlier * kHeads * kPairs);
-    }
+    return run;
+  };
+  Run next = load(piece.t0 + piece.last / kRun * kRun);
+  for (int begin = piece.t0 + piece.last / kRun * kRun; begin >= piece.t0; begin -= kRun) {
+    const Run run = next;
+    if (begin > piece.t0) next = load(begin - kRun);
     float d_step[kRun];
 #pragma unroll
     for (int j = kRun - 1; j >= 0; --j) {
@@ -1675,8 +1683,8 @@ __global__ void __launch_bounds__(Threads)
       d_step[j] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        total[i] += sum[i][j];
-        const float tanh_angle = tanhf(rate[i][j]);
+        total[i] += run.phase[i][j];
+        const float tanh_angle = tanh_of(run.angle[i][j]);
         if (lane + 32 * i < kPairs && t <= end) {
           d_angles[first + (long long)t * kHeads * kPairs + lane + 32 * i] =
               total[i] * kPi * step * (1.0f - tanh_angle * tanh_angle);
