@@ -438,8 +438,8 @@ class _Builder:
 
     def walk_shared(self) -> int:
         """Two buffers of a chunk's rows, and the parameters of all ranks."""
-        columns = self.config.walk_columns
-        rows = 2 * self.config.rows * (_pitch(self.problem, columns) + _pitch(self.problem, self.wide_head_dim))
+        columns, size = self.config.walk_columns, jnp.dtype(self.problem.dtype).itemsize
+        rows = 2 * self.config.rows * (columns + 8 + self.wide_head_dim + 8) * size
         return rows + ranks(self.problem) * (2 * columns + 3 * self.wide_head_dim) * 4
 
     def normalize_shared(self) -> int:

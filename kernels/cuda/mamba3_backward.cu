@@ -533,22 +533,25 @@ __global__ void __launch_bounds__(Threads)
 
 constexpr int kWalkN = WALK_COLUMNS;      // columns of a part
 constexpr int kWalkThreads = 4 * kWalkN;  // a warp has 16 columns and half of head_dim
-constexpr int kWalkPitch = kWalkN + kUnit;
 constexpr int kWalkP = kWideP;
+constexpr int kWalkPitch = kWalkN + 8, kValuePitch = kWalkP + 8;
 constexpr int kWalkNs = kWalkP / 16;               // 8-wide accumulators of a warp, 4 warps by 2
+constexpr int kWalkRow = kExact ? 1 : 8;           // columns of the state from a thread's first to its second
 constexpr int kStored = kWalkNs % 4 == 0 ? 8 : 4;  // neighbours that are stored at once
-constexpr int kWalkShared = 2 * kRows * (kWalkPitch + kPitchP) * sizeof(Value) + kRanks * (2 * kWalkN + 3 * kWalkP) * 4;
+constexpr int kWalkShared =
+    2 * kRows * (kWalkPitch + kValuePitch) * sizeof(Value) + kRanks * (2 * kWalkN + 3 * kWalkP) * 4;
 
 namespace {
 
 constexpr int kKeyUnits = kRows * kWalkN / 8 / kWalkThreads;
 constexpr int kValueUnits = (kRows * kWalkP / 8 + kWalkThreads - 1) / kWalkThreads;
 
-// Column p of a tile, placed so that the accumulators of a thread are of neighbouring columns.
+// Column p of a tile, placed so that the accumulators of a thread are of neighbouring columns. A warp's products of
+// float32 have their columns side by side.
 __device__ constexpr int place(int p) {
   const int base = p / (kWalkP / 2) * (kWalkP / 2), inner = p - base, lane = inner / (2 * kWalkNs),
             rest = inner % (2 * kWalkNs);
-  return base + rest / 2 * 8 + 2 * lane + rest % 2;
+  return base + (kExact ? (2 * lane + rest % 2) * kWalkNs + rest / 2 : rest / 2 * 8 + 2 * lane + rest % 2);
 }
 
 // body(n, p, entry) for the entries of the state that a thread has.
@@ -558,7 +561,7 @@ __device__ inline void each_entry(float (&state)[1][kWalkNs][4], int column0, in
   for (int i = 0; i < kWalkNs; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int n = column0 + e / 2 * 8, p = p0 + 2 * i + e % 2;
+      const int n = column0 + e / 2 * kWalkRow, p = p0 + 2 * i + e % 2;
       if (n < kN && p < kP) body(n, p, state[0][i][e]);
     }
   }
@@ -582,11 +585,11 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
                 const float* d_final, const int* cu_seqlens, Value* states, Value* adjoints, float* d_state_ssm,
                 int first_direction) {
   extern __shared__ __align__(16) char memory[];
-  Value* keys = reinterpret_cast<Value*>(memory);                        // 2 x [row][column]
-  Value* values = keys + 2 * kRows * kWalkPitch;                         // 2 x [row][place(p)]
-  float* bias = reinterpret_cast<float*>(values + 2 * kRows * kPitchP);  // [rank][column of the tile]
-  float* weights = bias + kRanks * kWalkN;                               // [rank][p]: mimo_v, or mimo_o
-  float* gates = weights + kRanks * kWalkP;                              // [rank][p]: mimo_z
+  Value* keys = reinterpret_cast<Value*>(memory);                            // 2 x [row][column]
+  Value* values = keys + 2 * kRows * kWalkPitch;                             // 2 x [row][place(p)]
+  float* bias = reinterpret_cast<float*>(values + 2 * kRows * kValuePitch);  // [rank][column of the tile]
+  float* weights = bias + kRanks * kWalkN;                                   // [rank][p]: mimo_v, or mimo_o
+  float* gates = weights + kRanks * kWalkP;                                  // [rank][p]: mimo_z
 
   const bool backward = blockIdx.z / kSequences + first_direction == 1;
   const int part = blockIdx.x, h = blockIdx.y % kHeads, b = blockIdx.y / kHeads, g = h / kGroupHeads;
@@ -612,7 +615,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
 
   // A warp has 16 columns of the state and half of head_dim; a thread 2 columns and 2 * kWalkNs neighbours of head_dim.
   float state[1][kWalkNs][4] = {};
-  const int column0 = part * kWalkN + warp / 2 * 16 + lane / 4;
+  const int column0 = part * kWalkN + warp / 2 * 16 + lane / 4 * (kExact ? 2 : 1);
   const int p0 = warp % 2 * (kWalkP / 2) + lane % 4 * 2 * kWalkNs;
   const long long given = state_row(b, own.number, h), whole = given * kP * kN;
   if (kHasState && !backward && chunks > 0) {
@@ -710,9 +713,15 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
           for (int j = 0; j < 8; ++j) x[j] *= gate[j] * weight[j] * sigmoid(gate[j] * weight[j]);
         }
       }
-      Value* to = values + (buffer * kRows + row) * kPitchP;
+      Value* to = values + (buffer * kRows + row) * kValuePitch;
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) store_tile(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
+      for (int j = 0; j < 8; j += kExact ? 1 : 2) {
+        if constexpr (kExact) {
+          store_one(to + place(p + j), for_products<Value, kPasses>(raw.scale[i] * x[j]));
+        } else {
+          store_tile(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
+        }
+      }
     }
   };
 
@@ -731,7 +740,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
     const float keep = exp2_fast(total);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int n = column0 + half * 8;
+      const int n = column0 + half * kWalkRow;
       float run[2 * kWalkNs];
 #pragma unroll
       for (int i = 0; i < 2 * kWalkNs; ++i) {
@@ -744,9 +753,9 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
         if (n < kN && p0 + i < kP) store_tile<kStored>(to + n * kP + p0 + i, run, i);
       }
     }
-    add_product<kPasses, 1, kWalkNs, kRows / 16, true, false>(
+    add_product_of_columns<kPasses, kWalkNs, kRows / 16>(
         state, keys + buffer * kRows * kWalkPitch + warp / 2 * 16, kWalkPitch,
-        values + buffer * kRows * kPitchP + warp % 2 * (kWalkP / 2), kPitchP);
+        values + buffer * kRows * kValuePitch + warp % 2 * (kWalkP / 2), kValuePitch);
   }
   if (kHasState && backward) {
     each_entry(state, column0, p0,

@@ -60,6 +60,21 @@ __device__ inline void unpack8(const Eight<float>& from, float (&x)[8]) {
 }
 __device__ inline void load8(const float* p, float (&x)[8]) { unpack8(eight_at(p), x); }
 
+template <int Count>
+__device__ inline void load_run(const float* from, float (&x)[Count]) {
+  static_assert(Count % 2 == 0);
+#pragma unroll
+  for (int i = 0; i < Count; i += Count % 4 == 0 ? 4 : 2) {
+    if constexpr (Count % 4 == 0) {
+      const float4 w = *reinterpret_cast<const float4*>(from + i);
+      x[i] = w.x, x[i + 1] = w.y, x[i + 2] = w.z, x[i + 3] = w.w;
+    } else {
+      const float2 w = *reinterpret_cast<const float2*>(from + i);
+      x[i] = w.x, x[i + 1] = w.y;
+    }
+  }
+}
+
 // Count neighbours, 4 or 8, from the one at `first` on.
 template <int Count, int Size>
 __device__ inline void store_run(__nv_bfloat16* to, const float (&x)[Size], int first = 0) {
@@ -205,6 +220,46 @@ __device__ inline void add_product(float (&d)[Ms][Ns][4], const T* a, int pitch_
         }
         multiply(d[m][n], rows.high, pair.high[first], pair.high[first + 1], T());
       }
+    }
+  }
+}
+
+// The same of one block of rows, both factors stored [k][...]. Of float32 a thread's numbers lie side by side: row r of
+// A is the column 2 (r % 8) + r / 8 of `a`, and column c of the n-th block of B is at c * Ns + n.
+template <int Passes, int Ns, int Ks>
+__device__ inline void add_product_of_columns(float (&d)[1][Ns][4], const __nv_bfloat16* a, int pitch_a,
+                                              const __nv_bfloat16* b, int pitch_b) {
+  add_product<Passes, 1, Ns, Ks, true, false>(d, a, pitch_a, b, pitch_b);
+}
+
+template <int Passes, int Ns, int Ks>
+__device__ inline void add_product_of_columns(float (&d)[1][Ns][4], const float* a, int pitch_a, const float* b,
+                                              int pitch_b) {
+  const int lane = threadIdx.x % 32;
+  a += lane % 4 * pitch_a + lane / 4 * 2;
+  b += lane % 4 * pitch_b + lane / 4 * Ns;
+#pragma unroll
+  for (int k = 0; k < 16 * Ks; k += 8) {
+    Fragment<float, Passes, 4> rows;
+    Fragment<float, Passes, 2 * Ns> columns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 x = load_pair(a + (k + 4 * half) * pitch_a);
+      rows.high[2 * half] = __float_as_uint(x.x), rows.high[2 * half + 1] = __float_as_uint(x.y);
+      float run[Ns];
+      load_run(b + (k + 4 * half) * pitch_b, run);
+#pragma unroll
+      for (int n = 0; n < Ns; ++n) columns.high[2 * n + half] = __float_as_uint(run[n]);
+    }
+    rows.split();
+    columns.split();
+#pragma unroll
+    for (int n = 0; n < Ns; ++n) {
+      if constexpr (Passes == 3) {
+        multiply(d[0][n], rows.low, columns.high[2 * n], columns.high[2 * n + 1], 0.0f);
+        multiply(d[0][n], rows.high, columns.low[2 * n], columns.low[2 * n + 1], 0.0f);
+      }
+      multiply(d[0][n], rows.high, columns.high[2 * n], columns.high[2 * n + 1], 0.0f);
     }
   }
 }
