@@ -339,6 +339,25 @@ __device__ inline void load_values(Ahead<Threads>& to, const Value* v, const Val
   }
 }
 
+// Brings what the two above load, but for q and k, to the L2 cache: a thread has one of four arrays of a token.
+__device__ inline void want_head(const Value* v, const Value* z, const Value* dy, const Value* normed,
+                                 const unsigned* phases, int b, int t0, int last, int h) {
+  const int c = threadIdx.x / 4;
+  if (c > last) return;
+  const auto want_row = [](const auto* from, int size) {
+    for (int i = 0; i < size; i += 128 / sizeof(*from)) want(from + i);
+  };
+  const long long at = token_head(b, t0 + c, h);
+  const int which = threadIdx.x % 4;
+  if (which == 0) want_row(v + at * kP, kP);
+  if (which == 1) want_row(phases + at * kPairs, kPairs);
+  if (which == 2 && kHasGate && !kHasNorm) want_row(z + at * kP, kP);
+  if (which == 3 && kHasNorm) want_row(normed + (head_token(b, h, t0) + c) * kRank * kP, kRank * kP);
+  if (which == 3 && !kHasNorm) {
+    for (int r = 0; r < (kKeepsRank ? kRank : 1); ++r) want_row(dy + dy_at(b, t0 + c, r, h), kP);
+  }
+}
+
 // Rotated rows of q and k, and the table [token][pair] of cosines and sines. The biases are the head's.
 template <int Threads>
 __device__ inline void stage_keys(const Ahead<Threads>& from, Value* Q, Value* K, float2* trig, int last,
@@ -901,6 +920,7 @@ __global__ void __launch_bounds__(Threads, 1)
                           mimo_z + row0 * kRank * kP);
     __syncthreads();
 
+    if (!kLoadsAhead && h + 1 < head1) want_head(v, z, dy, normed, phases, b, t0, last, h + 1);
     // Rows against rows: blocks of 16 x 16 of the lower triangle.
 #pragma unroll 1
     for (int block = warp; block < kBlocks * kBlocks; block += 2 * kSide) {
