@@ -80,6 +80,7 @@ CASES = {
         "skip": False,
     },
     "wide": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 128, "pairs": 64},
+    "large_state": {"seq": 45, "rank": 4, "state": 256, "head_dim": 64, "pairs": 64, "initial": True, "final": True},
     "long": {"batch": 1, "seq": 1300, "rank": 4, "initial": True, "final": True},
     "model_long": {"batch": 1, "seq": 1300, "rank": None, "state": 128, "head_dim": 64, "pairs": 32, "initial": True},
     # Sequences of no token, of one, of whole chunks, of several spans.

@@ -56,6 +56,7 @@ VARIANTS = {
     "norm": {"norm": True, "initial": True},
     "small": {"state": 16, "head_dim": 8, "pairs": 3, "rank": 2, "seq": 5, "heads": 2},
     "wide": {"head_dim": 128, "rank": None, "pairs": 64},
+    "large_state": {"state": 256, "pairs": 64},
     "packed": {"batch": 1, "sequences": 5, "initial": True, "final": True},
     "float32": {"dtype": "float32"},
     "float32_default": {"dtype": "float32", "precision": "default", "rank": None, "initial": True},
@@ -94,8 +95,8 @@ def test_kernels_compile_with_every_option(changes, archs):
     [
         ({"dtype": "float16"}, "take bfloat16 and float32, got float16"),
         ({"sequences": 40_000}, "up to 32,767 packed sequences, got 40,000"),
-        ({"state": 36}, "multiples of 8 up to 128 as state, got 36"),
-        ({"state": 256}, "up to 128 as state, got 256"),
+        ({"state": 36}, "multiples of 8 up to 256 as state, got 36"),
+        ({"state": 264}, "up to 256 as state, got 264"),
         ({"head_dim": 136}, "up to 128 as head_dim, got 136"),
         ({"pairs": 0}, "at least one rotated pair"),
         ({"batch": 40_000}, "up to 65,535 heads in a batch, got 160,000"),
@@ -115,6 +116,7 @@ def test_tiles_are_as_large_as_the_shared_memory_allows():
 
     assert tile("sm_80") == (64, 16)
     assert tile("sm_86") == (32, 8)
+    assert tile("sm_90", state=256) == (32, 8)
     assert tile("sm_90", dtype="float32") == (64, 16)
     assert tile("sm_90", dtype="float32", rank=None) == (64, 64)
     assert tile("sm_90", dtype="float32", rank=None, pairs=64) == (32, 32)
@@ -136,6 +138,8 @@ def test_a_tile_has_at_most_64_rows_whatever_the_rank_and_the_chunk():
             assert heuristic(p, ["sm_90"]).tokens * ranks(p) <= 64
     with pytest.raises(NotImplementedError, match="a tile has 64"):
         backward(problem(), BackwardConfig(tokens=32))
+    with pytest.raises(NotImplementedError, match="take a state up to 128, got 256"):
+        backward(problem(state=256), BackwardConfig(tokens=16))
     with pytest.raises(NotImplementedError, match="a tile has 32"):
         backward(problem(), BackwardConfig(tokens=16, rows=32))
     with pytest.raises(ValueError, match="rows must be 32 or 64"):

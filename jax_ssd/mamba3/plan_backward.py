@@ -28,8 +28,9 @@ SMALL_ROWS = 32  # where memory is scarce
 # Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it rounding
 # errors add up. 16-bit states of all chunks by the general kernels.
 SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 128}, 128
-LARGEST_STATE = 128
+LARGEST_STATE = 256
 LARGEST_HEAD_DIM = 128
+LARGE_ROWS_STATE = 128  # up to which registers hold the gradients of so many rows of q or k
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
 WALK_COLUMNS = (64, 128)  # of the state, of one block
 CHUNK_THREADS, SCHEDULE_THREADS, TIME_THREADS, SUM_THREADS = 256, 1024, 128, 256
@@ -93,8 +94,9 @@ def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardC
 def _tile(problem: Problem, memory: int) -> tuple[int, int]:
     """Rows and tokens of a chunk: the most that so much shared memory holds, or the least that there are."""
     p = problem
-    sizes = [(rows, rows // ranks(p)) for rows in (ROWS, SMALL_ROWS)] + [(SMALL_ROWS, SMALL_ROWS // ranks(p) // 2)]
-    sizes = [(rows, min(p.chunk_size or tokens, tokens, p.seq)) for rows, tokens in sizes if tokens]
+    sizes = [(ROWS, ROWS // ranks(p))] if p.state <= LARGE_ROWS_STATE else []
+    sizes += [(SMALL_ROWS, SMALL_ROWS // ranks(p) // part) for part in (1, 2)]
+    sizes = [(rows, min(p.chunk_size or tokens, tokens, p.seq)) for rows, tokens in sizes]
     fitting = (size for size in sizes if _chunk_shared(p, *size) <= memory)
     return next(fitting, sizes[-1])
 
@@ -207,6 +209,10 @@ class _Builder:
 
     def __init__(self, problem: Problem, config: BackwardConfig):
         p, self.problem, self.config = problem, problem, config
+        if config.rows > SMALL_ROWS and p.state > LARGE_ROWS_STATE:
+            raise NotImplementedError(
+                f"tiles of {config.rows} rows take a state up to {LARGE_ROWS_STATE}, got {p.state}"
+            )
         if config.tokens * ranks(p) > config.rows:
             raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {config.rows}")
         self.norm = "norm_weight" in p.given
