@@ -339,14 +339,16 @@ __device__ inline void load_values(Ahead<Threads>& to, const Value* v, const Val
   }
 }
 
+template <typename T>
+__device__ inline void want_row(const T* from, int size) {
+  for (int i = 0; i < size; i += 128 / sizeof(T)) want(from + i);
+}
+
 // Brings what the two above load, but for q and k, to the L2 cache: a thread has one of four arrays of a token.
 __device__ inline void want_head(const Value* v, const Value* z, const Value* dy, const Value* normed,
                                  const unsigned* phases, int b, int t0, int last, int h) {
   const int c = threadIdx.x / 4;
   if (c > last) return;
-  const auto want_row = [](const auto* from, int size) {
-    for (int i = 0; i < size; i += 128 / sizeof(*from)) want(from + i);
-  };
   const long long at = token_head(b, t0 + c, h);
   const int which = threadIdx.x % 4;
   if (which == 0) want_row(v + at * kP, kP);
