@@ -131,6 +131,7 @@ def _settings() -> Iterator[str]:
         "target_arch": ",".join(now.target_arch) or "that of the GPUs JAX sees",
         "compile_jobs": now.compile_jobs,
         "tuning_file": now.tuning_file or "off",
+        "mamba3_scan": now.mamba3_scan,
     }
     for name, value in values.items():
         variable = config.VARIABLES[name]
