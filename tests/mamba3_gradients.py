@@ -100,11 +100,10 @@ CASES = {
         "final": True,
     },
 }
-for _name in ("siso", "mimo", "states", "siso_states", "ranks_kept", "no_gate", "norm", "ranks_kept_norm", "one_token",
-              "odd_sizes", "short_chunks", "siso_model", "model_states", "wide", "packed", "packed_siso", "packed_norm",
-              "packed_model"):  # fmt: skip
+for _name in ("siso", "states", "norm", "ranks_kept_norm", "no_gate", "odd_sizes", "model_states", "wide", "packed",
+              "packed_siso", "packed_norm"):  # fmt: skip
     CASES[f"{_name}_float32"] = {**CASES[_name], "dtype": "float32"}
-for _name in ("mimo", "states", "siso_model", "packed_model"):
+for _name in ("states", "packed_model"):
     CASES[f"{_name}_tf32"] = {**CASES[_name], "dtype": "float32", "precision": "default"}
 
 
