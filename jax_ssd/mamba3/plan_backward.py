@@ -16,9 +16,11 @@ from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, 
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
-WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
+# By warpgroups, of sm_90.
+WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
-WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 512, 256  # threads
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS, CLUSTER_THREADS = 256, 512, 256, 256
+TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 LARGEST_STATE = 128
@@ -29,6 +31,7 @@ CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 256, 1024, 25
 MOST_PARTS = 8
 GRID_ROWS = 65_535
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
+CALL_OPTIONS = ("mimo_v", "z", "D", "state_ssm", "d_state_ssm")  # of BackwardCall, in its order
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 
 
@@ -228,11 +231,11 @@ class _Builder:
         grid_sums = (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1)
         group_sums = self.launch("group_sums", grid_sums, SUM_THREADS, ("q_sums", "k_sums", "grad_q", "grad_k"))
         launches = [
-            self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
             *(
-                self.warpgroup_launches(walk, chunk)
+                self.warpgroup_launches(schedule, walk, chunk)
                 if self.config.warpgroups
                 else [
+                    self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
                     *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
                     self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
                 ]
@@ -245,7 +248,9 @@ class _Builder:
                 ("records", *(f"grad_{name}" for name in parameters)),
                 template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
             ),
-            self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
+            self.warpgroup_launch(TIME_FILE, "time", (TIME_BLOCKS, rows, 1), CLUSTER_THREADS, time, clustered=True)
+            if self.config.warpgroups
+            else self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
         ]
         if "state_ssm" in p.given:
             state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", "grad_state_k", "grad_state_v")
@@ -269,56 +274,53 @@ class _Builder:
         ahead = self.launch("normalize", grid_normalize, NORMALIZE_THREADS, normalize, shared)
         return [directions(0, 1), ahead, directions(1, 1)]
 
-    def warpgroup_launches(self, walk: tuple[str, ...], chunk: tuple[str, ...]) -> list[Launch]:
+    def warpgroup_launches(
+        self, schedule: tuple[str, ...], walk: tuple[str, ...], chunk: tuple[str, ...]
+    ) -> list[Launch]:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
-        p, rows = self.problem, self.problem.batch * self.problem.heads
-        given = p.given
-        call = ", ".join(
-            [*map(str, (p.heads, p.groups, p.rank, p.pairs))]
-            + [
-                "true" if option else "false"
-                for option in (
-                    p.rotary == "half",
-                    p.param_rows == 1,
-                    "mimo_v" in given,
-                    "z" in given,
-                    "D" in given,
-                    "state_ssm" in given,
-                    "d_state_ssm" in given,
-                )
-            ]
-        )
-
-        def launch(
-            file: str, name: str, more: str, grid: tuple[int, int, int], threads: int, shared: int,
-            arrays: tuple[str, ...], *numbers: int
-        ) -> Launch:  # fmt: skip
-            """Absent arrays are never touched; any other stands in for them."""
-            arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
-            expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
-            kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
-            scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=True)
-
+        p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
         walk = (*(name for name in walk if name != "normed"), "grad_state_ssm", "ends")
         starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
-            return launch(WALK_FILE, "walk", f", {ends_only}", grid, WALK_TEAM, shared, walk, *segments)
+            return launch(WALK_FILE, f"walk{ends_only}", grid, WALK_TEAM, walk, shared, segments)
 
-        launches = [walks("false")]
+        launches = [walks(", false")]
         if self.segments > 1:
             grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
-            between = launch(WALK_FILE, "starts", "", grid, STARTS_THREADS, 0, starts, *segments)
-            launches = [walks("true"), between, *launches]
+            between = launch(WALK_FILE, "starts", grid, STARTS_THREADS, starts, 0, segments)
+            launches = [walks(", true"), between, *launches]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         chunk = tuple(name for name in chunk if name != "normed")
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
-        shared = warpgroup_chunk_shared(p)
-        parts = self.config.parts
-        return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]
+        shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
+        return [
+            launch(TIME_FILE, "schedule", (TIME_BLOCKS, rows, 1), CLUSTER_THREADS, schedule, clustered=True),
+            *launches,
+            launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
+        ]
+
+    def warpgroup_launch(
+        self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
+        numbers: tuple[int, ...] = (), clustered: bool = False
+    ) -> Launch:  # fmt: skip
+        """name: the kernel's, with what follows the call among its template arguments. Absent arrays are never touched;
+        any other stands in for them."""
+        p, given = self.problem, self.problem.given
+        options = (p.rotary == "half", p.param_rows == 1, *(option in given for option in CALL_OPTIONS))
+        call = ", ".join([*map(str, (p.heads, p.groups, p.rank, p.pairs)), *(str(o).lower() for o in options)])
+        kernel, _, more = name.partition(",")
+        expression = (
+            f"jax_ssd::mamba3_backward_{kernel}<jax_ssd::BackwardCall<{call}>{', ' * bool(more)}{more.strip()}>"
+        )
+        arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
+        scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
+        cluster = (TIME_BLOCKS, 1, 1) if clustered else None
+        source = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
+        pdl = name != "schedule"
+        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, cluster, pdl)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
@@ -327,7 +329,7 @@ class _Builder:
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
         kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
-        pdl = self.config.warpgroups and name != "schedule"
+        pdl = self.config.warpgroups
         return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 
     def options(self) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ template <class C>
 struct TurnUnits {
   static constexpr int kUnits = C::kPairs / 4, kEach = (C::kTokens * kUnits + kTeam - 1) / kTeam;
   static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
-  uint4 phases[kEach];
+  uint2 phases[kEach];
 
   static __device__ __forceinline__ int token(int i) { return (threadIdx.x % kTeam + i * kTeam) / kUnits; }
   static __device__ __forceinline__ int pair(int i) { return (threadIdx.x % kTeam + i * kTeam) % kUnits * 4; }
@@ -149,8 +149,8 @@ struct TurnUnits {
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs) + pair(i);
-      phases[i] = *reinterpret_cast<const uint4*>(in.angles + at);
+      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs);
+      phases[i] = *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned short*>(in.angles + at) + pair(i));
     }
   }
   // As cosines and sines [token][pair] in 16 bits.
@@ -158,14 +158,11 @@ struct TurnUnits {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (!kWhole && token(i) >= C::kTokens) continue;
-      const unsigned phase[4] = {phases[i].x, phases[i].y, phases[i].z, phases[i].w};
+      float sine[4], cosine[4];
+      sincos_of_phases(phases[i], sine, cosine);
       unsigned words[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float sine, cosine;
-        sincos_of_phase_fast(phase[e], sine, cosine);
-        words[e] = Pair<__half>::of(cosine, sine);
-      }
+      for (int e = 0; e < 4; ++e) words[e] = Pair<__half>::of(cosine[e], sine[e]);
       *reinterpret_cast<uint4*>(turns + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -1056,7 +1053,6 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
                        mimo_z,    D,      gamma,   f,     decay,   states, adjoints, d_final_angle, d_final_k,
                        d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,           d_k,
                        q_sums,    k_sums, records, batch, seq,     parts};
-  const ChunkPlace<C> place(in);
   const ChunkMemory<C> memory{shared};
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -1078,16 +1074,16 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   const int team = uniform(threadIdx.x / kTeam);
   if (team == 0) {
     take_registers<176>();
-    query_side<C>(in, place, memory);
+    query_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 1) {
     take_registers<176>();
-    key_side<C>(in, place, memory);
+    key_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 2) {
     give_registers<88>();
-    output_side<C>(in, place, memory);
+    output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
     give_registers<72>();
-    prepare_heads<C>(in, place, memory);
+    prepare_heads<C>(in, ChunkPlace<C>(in), memory);
   }
 }
 

@@ -2,7 +2,8 @@
 // rows of q, k, v and the output's adjoint made ready for products, sums over the rows of accumulators.
 //
 // Rows of a tile are the tokens of a chunk times the ranks, row = token * kRank + rank. Columns of q and k are kept in
-// the order in which rotated pairs are neighbours, whatever the order in memory. Tiles are panels of 64 rows and 64
+// the order in which rotated pairs are neighbours, whatever the order in memory. Phases are 16 bits, in the first half of
+// each row of the angles' gradient. Tiles are panels of 64 rows and 64
 // columns, swizzled as wgmma.cuh wants them; states and their adjoints are tiles [head_dim][state] in device memory
 // too.
 #pragma once
@@ -116,6 +117,13 @@ __device__ __forceinline__ void store_panel(unsigned panel, const float (&d)[32]
                                Pairs16::of(d[4 * j + 4], d[4 * j + 5]), Pairs16::of(d[4 * j + 6], d[4 * j + 7])};
     store_tiles(panel + swizzled(row, j + lane / 16), tiles);
   }
+}
+
+// The four phases of a word pair, in units of 2**-16 turns, as sines and cosines.
+__device__ __forceinline__ void sincos_of_phases(uint2 words, float (&sine)[4], float (&cosine)[4]) {
+  const unsigned phases[4] = {words.x << 16, words.x & 0xffff0000, words.y << 16, words.y & 0xffff0000};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sincos_of_phase_fast(phases[i], sine[i], cosine[i]);
 }
 
 // Sums, over lanes that differ in the bits Offset, Offset / 2, ... Last of their number, of Count values in each. Of
