@@ -46,7 +46,7 @@ struct ChunkMemory {
                        kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
       kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
       kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
-                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 80;
+                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 96;
 
   char* base;
   // Barriers.
@@ -58,6 +58,8 @@ struct ChunkMemory {
   __device__ unsigned phases_here() const { return at(kBarriers + 56); }
   __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
   __device__ unsigned state_free() const { return at(kBarriers + 72); }
+  __device__ unsigned products_free() const { return at(kBarriers + 80); }
+  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -116,25 +118,38 @@ struct ChunkPlace {
 
 constexpr int kTeam = 128;  // threads of a warpgroup
 
-// A head's weights of rows, by one warp.
+// A head's weights of rows, by one warp: a lane has two rows.
 template <class C>
-__device__ __forceinline__ void stage_rows(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                           const ChunkMemory<C>& memory, int h, int buffer) {
-  const long long head = place.head_token(in, h);
-  const float total = in.decay[head + place.last];
+struct RowWeights {
+  float total, a[2], f[2], gamma[2];
+
+  static __device__ __forceinline__ int row(int i) { return threadIdx.x % 32 + 32 * i; }
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+    const long long head = place.head_token(in, h);
+    total = in.decay[head + place.last];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = threadIdx.x % 32 + 32 * i, c = row / C::kRank;
-    const bool there = c <= place.last;
-    const float a = there ? in.decay[head + c] : total, weight = there ? in.f[head + c] : 0.0f;
-    memory.rows(buffer, kDecay)[row] = a;
-    memory.rows(buffer, kF)[row] = weight;
-    memory.rows(buffer, kGamma)[row] = there ? in.gamma[head + c] : 0.0f;
-    memory.rows(buffer, kIn)[row] = exp2_fast(a);
-    memory.rows(buffer, kOut)[row] = weight * exp2_fast(total - a);
-    memory.rows(buffer, kLeft)[row] = exp2_fast(total - a);
+    for (int i = 0; i < 2; ++i) {
+      const int c = row(i) / C::kRank;
+      const bool there = c <= place.last;
+      a[i] = there ? in.decay[head + c] : total;
+      f[i] = there ? in.f[head + c] : 0.0f;
+      gamma[i] = there ? in.gamma[head + c] : 0.0f;
+    }
   }
-}
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int buffer) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float left = exp2_fast(total - a[i]);
+      memory.rows(buffer, kDecay)[row(i)] = a[i];
+      memory.rows(buffer, kF)[row(i)] = f[i];
+      memory.rows(buffer, kGamma)[row(i)] = gamma[i];
+      memory.rows(buffer, kIn)[row(i)] = exp2_fast(a[i]);
+      memory.rows(buffer, kOut)[row(i)] = f[i] * left;
+      memory.rows(buffer, kLeft)[row(i)] = left;
+    }
+  }
+};
 
 // Where a warpgroup's thread finds phases: four pairs of token `token(i)`.
 template <class C>
@@ -169,21 +184,6 @@ struct TurnUnits {
   }
 };
 
-// Eight columns of a token's v, dy and z; zeros if there is no such token.
-template <class C>
-struct ValueUnit {
-  uint4 v, dy, z;
-
-  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int c) {
-    v = dy = z = make_uint4(0, 0, 0, 0);
-    if (c > place.last) return;
-    const long long at = place.token_head(c, h, C::kP) + threadIdx.x % 8 * 8;
-    v = read_once(in.v + at);
-    dy = read_once(in.dy + at);
-    if constexpr (C::kGate) z = read_once(in.z + at);
-  }
-};
-
 // Lines that a later head will be loaded from.
 template <class C>
 __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
@@ -197,69 +197,85 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
+// 16 bytes to shared memory, as part of the thread's current group of copies; zeros if they are not there.
+__device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool there = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
 // Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
-// head. By the output's warpgroup, which would only wait for M otherwise.
+// head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
+// otherwise.
 template <class C>
 __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
                                              const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8, h = place.head + i, buffer = i % 2;
-  ValueUnit<C> next;
-  next.load(in, place, h, first);
+  constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights);
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+#pragma unroll
+  for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
+    const int c = first + j * (kTeam / 8);
+    const bool there = c <= place.last;
+    const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
+    const unsigned tile = shared_address(values) + swizzled(c, piece),
+                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
+    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
+    copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
+    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
+  }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
 #pragma unroll
-    for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
+    for (int j = threadIdx.x % kTeam; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-      *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
-                                 (which * C::kRank + r) * Memory::kWidePitch + column) =
-          __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + column));
+      copy_piece(shared_address(weights + (which * C::kRank + r) * Memory::kWidePitch + column),
+                 from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
-    named_barrier(4, kTeam);
   }
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + p;
-  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
+  if constexpr (Memory::kOutput) {
+    weights += piece * 8;
 #pragma unroll 1
-  for (int c = first; c < C::kTokens; c += kTeam / 8) {
-    const ValueUnit<C> own = next;
-    if (c + kTeam / 8 < C::kTokens) next.load(in, place, h, c + kTeam / 8);
-    if constexpr (Memory::kOutput) {
-      bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + p;
-      *reinterpret_cast<uint4*>(raw) = own.dy;
-      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = own.z;
-      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = own.v;
-    }
-    float value[8], up[8], gate[8];
-    unpack8(own.v, value), unpack8(own.dy, up), unpack8(own.z, gate);
+    for (int c = first; c < C::kTokens; c += kTeam / 8) {
+      const auto piece_of = [&](int kind) {
+        return *reinterpret_cast<const uint4*>(raw + c * Memory::kWidePitch + kind * kKind);
+      };
+      float value[8], up[8], gate[8];
+      unpack8(piece_of(0), up);
+      if constexpr (C::kGate) unpack8(piece_of(1), gate);
+      if constexpr (C::kWeighted) unpack8(piece_of(2), value);
 #pragma unroll 1
-    for (int r = 0; r < C::kRank; ++r) {
-      float x[8], y[8];
+      for (int r = 0; r < C::kRank; ++r) {
+        float x[8], y[8];
 #pragma unroll
-      for (int e = 0; e < 8; e += 4) {
-        float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
-        if constexpr (C::kWeighted) {
-          const float* from = weights + r * Memory::kWidePitch + e;
-          weight_v = *reinterpret_cast<const float4*>(from);
-          weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
-          weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
-        }
-        const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
-                    own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
-                    own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
+        for (int e = 0; e < 8; e += 4) {
+          float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
+          if constexpr (C::kWeighted) {
+            const float* from = weights + r * Memory::kWidePitch + e;
+            weight_v = *reinterpret_cast<const float4*>(from);
+            weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
+            if constexpr (C::kGate) weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
+          }
+          const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
+                      own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
+                      own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[e + i] = value[e + i] * own_v[i];
-          y[e + i] = up[e + i] * own_o[i];
-          if constexpr (C::kGate) {
-            y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (C::kWeighted) x[e + i] = value[e + i] * own_v[i];
+            y[e + i] = up[e + i] * own_o[i];
+            if constexpr (C::kGate) y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
           }
         }
+        const unsigned to = swizzled(c * C::kRank + r, piece);
+        if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(values + to) = pack8(x);
+        *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
       }
-      const unsigned to = swizzled(c * C::kRank + r, piece);
-      *reinterpret_cast<uint4*>(values + to) = pack8(x);
-      *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
     }
   }
   fence_async_proxy();
@@ -342,7 +358,7 @@ struct KeyRows {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + 8), "l"(from + C::kN / 2) : "memory");
     } else {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+      copy_piece(to, from);
     }
   }
   static __device__ __forceinline__ uint4 copied(const char* row) {
@@ -419,20 +435,26 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
     TurnUnits<C> turning;
-    if (i < place.heads) turning.load(in, place, h);
-    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    RowWeights<C> weights;
     KeyRows<C> rows(memory, buffer);
-    if (i < place.heads) rows.copy(in, place);
-    if (i >= 2) {
-      if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
+    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
+    if (i < place.heads) {
+      turning.load(in, place, h);
+      rows.load_biases(in, place, h);
+      if (warp == 3) weights.load(in, place, h);
+    }
+    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    if (i < place.heads) {
+      rows.copy(in, place);
+      turning.store(turns);
+      named_barrier(1, kTeam);
+    }
+    if (warp == 3) {
+      if (i >= 2) finish_sums<C>(in, place, memory, h - 2, buffer);
       __syncwarp();
+      if (i < place.heads) weights.store(memory, buffer);
     }
     if (i >= place.heads) continue;
-    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
-    turning.store(turns);
-    rows.load_biases(in, place, h);
-    if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
-    named_barrier(1, kTeam);
     if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
     if (warp / 2 * 8 < C::kPairs / 4) {
       rows.template finish<true>(turns);
@@ -743,7 +765,7 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   }
 }
 
-// What the phases of the i-th head get of both sides, once the key side has ended that head, and with it the use of M.
+// What the phases of the i-th head get of both sides, once the key side has ended that head.
 // The query side is by then at the next head: its own part waits in its slots.
 template <class C>
 __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -799,7 +821,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       pin(qk), pin(ov);
       weigh<C>(qk, ov, memory, buffer);
       if (i > 0) {
-        store_turns<C>(in, place, memory, i - 1);
+        barrier_wait(memory.products_free(), (i - 1) & 1);
         // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
         if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
       }
@@ -835,9 +857,11 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
                  memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
+    if (i > 0) store_turns<C>(in, place, memory, i - 1);
 #pragma unroll
     for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
     named_barrier(2, kTeam);
+    if (thread % 32 == 0) barrier_arrive(memory.phases_free());
     if (thread == 0 && i + 1 < place.heads) {
       barrier_wait(memory.state_free(), i & 1);
       ask(h + 1);
@@ -1004,6 +1028,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
+    if (lane == 0) barrier_arrive(memory.products_free());
     if constexpr (C::kFinal) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -1021,6 +1046,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
     const OwnTurns<C> own;
     float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+    barrier_wait(memory.phases_free(), i & 1);
 #pragma unroll
     for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
     named_barrier(3, kTeam);
@@ -1066,6 +1092,8 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.phases_here(), 1);
     barrier_init(memory.outputs_done(), 1);
     barrier_init(memory.state_free(), 12);
+    barrier_init(memory.products_free(), 4);
+    barrier_init(memory.phases_free(), 4);
     fence_barrier_init();
   }
   let_next_kernel_start();
