@@ -260,7 +260,8 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
             const float* from = weights + r * Memory::kWidePitch + e;
             weight_v = *reinterpret_cast<const float4*>(from);
             weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
-            if constexpr (C::kGate) weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
+            if constexpr (C::kGate)
+              weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
           }
           const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
                       own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},

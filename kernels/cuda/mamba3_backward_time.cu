@@ -61,8 +61,8 @@ __device__ __forceinline__ float sigmoid_of_negative(float v) { return rcp_fast(
 template <class C>
 __global__ void __launch_bounds__(kTimeThreads)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
-                             const float* start, float* gamma, float* f, float* decay, unsigned short* phases, int batch,
-                             int seq) {
+                             const float* start, float* gamma, float* f, float* decay, unsigned short* phases,
+                             int batch, int seq) {
   constexpr int kOwn = (C::kPairs + 31) / 32;
   using Memory = SumsMemory<unsigned, 32 * kOwn>;
   __shared__ Memory memory;
