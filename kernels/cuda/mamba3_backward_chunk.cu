@@ -1105,13 +1105,13 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     take_registers<176>();
     query_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 1) {
-    take_registers<176>();
+    take_registers<168>();
     key_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 2) {
     give_registers<88>();
     output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
-    give_registers<72>();
+    give_registers<80>();
     prepare_heads<C>(in, ChunkPlace<C>(in), memory);
   }
 }

@@ -43,7 +43,9 @@ struct ClusterSums {
 #pragma unroll
     for (int i = 0; i < Own; ++i) {
       all[i] = 0;
-      for (int n = 0; n < blocks; ++n) {
+#pragma unroll
+      for (int n = 0; n < kMostBlocks; ++n) {
+        if (n >= blocks) break;
         const T other = memory.blocks[round % 2][n][lane + 32 * i];
         all[i] += other;
         beyond[i] += (Later ? n > block : n < block) ? other : 0;
@@ -107,6 +109,7 @@ __global__ void __launch_bounds__(kTimeThreads)
       before[i] = phase_of_radians(start[((long long)b * C::kHeads + h) * C::kPairs + pair]);
     }
   }
+#pragma unroll 1
   for (int begin = (block * kTimeWarps + warp) * kRun, left = seq; left > 0;
        begin += blocks * kTimeWarps * kRun, left -= blocks * kTimeWarps * kRun) {
     float angle[kOwn][kRun], step[kRun];
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kTimeThreads)
       const float* from = angles + first + (long long)t * (C::kHeads * C::kPairs);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) angle[i][j] = __ldg(from + min(lane + 32 * i, C::kPairs - 1));
-      step[j] = begin + j < seq ? __ldg(dt + t) : 0.0f;
+      step[j] = begin + j < seq ? __ldg(dt + t) : 0.0f;  // no turn where there is no token
     }
     unsigned sum[kOwn][kRun], total[kOwn] = {}, ahead[kOwn], all[kOwn];
 #pragma unroll
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(kTimeThreads)
 #pragma unroll
       for (int j = 0; j < kRun; ++j) {
         const float tanh_angle = 1.0f - 2.0f * sigmoid_of_negative(2.0f * angle[i][j]);
-        total[i] += begin + j < seq ? phase_of_turns(0.5f * tanh_angle * step[j]) : 0;
+        total[i] += phase_of_turns(0.5f * tanh_angle * step[j]);
         sum[i][j] = total[i];
       }
     }
@@ -164,6 +167,7 @@ __global__ void __launch_bounds__(kTimeThreads)
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
   ClusterSums<float, 32 * kOwn, true> sums{memory, warp, block, blocks};
   float after[kOwn] = {};  // all later rounds
+#pragma unroll 1
   for (int start = (seq - 1) / round * round; start >= 0; start -= round) {
     const int begin = start + (block * kTimeWarps + warp) * kRun;
     float sum[kOwn][kRun], angle[kOwn][kRun], total[kOwn], later[kOwn], all[kOwn];
