@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
@@ -29,6 +29,7 @@ WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
 WALK_COLUMNS = (64, 128)  # of the state, of one block
 CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 256, 1024, 256
 MOST_PARTS = 8
+SUMS_OF_A_ROUND = 1_500_000  # numbers of q and k whose sums are written and read while blocks take a head
 GRID_ROWS = 65_535
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
 CALL_OPTIONS = ("mimo_v", "z", "D", "state_ssm", "d_state_ssm")  # of BackwardCall, in its order
@@ -43,7 +44,7 @@ class BackwardConfig:
     heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state,
     that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once. warpgroups: walks
     and chunks by sm_90's wgmma, for the usual sizes; walk_columns is of no meaning then. segments: into how many pieces
-    such walks cut each row.
+    such walks cut each row. slices: of the batch, that follow each other in the same scratch.
     """
 
     tokens: int
@@ -51,33 +52,40 @@ class BackwardConfig:
     walk_columns: int = 64
     warpgroups: bool = False
     segments: int = 1
+    slices: int = 1
 
     def __post_init__(self):
-        if self.tokens < 1 or self.parts < 1 or self.segments < 1:
-            raise ValueError(f"tokens, parts and segments must be at least 1, got {self}.")
+        if min(self.tokens, self.parts, self.segments, self.slices) < 1:
+            raise ValueError(f"tokens, parts, segments and slices must be at least 1, got {self}.")
         if self.walk_columns not in WALK_COLUMNS:
             raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
 
 
 def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardConfig:
-    """Whole tiles, and enough blocks for the last round of them to be full as well.
+    """Whole tiles, and enough blocks for the last round of them to be full as well, if sums of parts cost less.
 
     archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
     """
     p = problem
     warpgroups = serves_warpgroups(p) and set(compile.target_archs() if archs is None else archs) == {"sm_90"}
     tokens = ROWS // p.rank if warpgroups else min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
-    blocks = p.batch * math.ceil(p.seq / tokens) * p.groups
-    group_heads = p.heads // p.groups
+    chunks, group_heads, walks = math.ceil(p.seq / tokens), p.heads // p.groups, 2 * p.batch * p.heads
 
-    def rounds(parts: int) -> int:
-        return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+    def rounds(parts: int, slices: int) -> float:
+        blocks = p.batch // slices * chunks * p.groups
+        of_chunks = slices * math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+        return of_chunks + (parts * p.given["q"].size / SUMS_OF_A_ROUND if parts > 1 else 0)
 
-    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
+    def waves(slices: int) -> int:
+        return slices * math.ceil(walks // slices / (2 * MULTIPROCESSORS))
+
+    # Slices save scratch, and cost no time where each fills the multiprocessors as well as all would.
+    few_waves = (n for n in range(1, p.batch + 1) if warpgroups and p.batch % n == 0 and waves(n) <= waves(1))
+    slices = max(few_waves, default=1)
+    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n, slices), n))
     if warpgroups:
-        walks, chunks = 2 * p.batch * p.heads, math.ceil(p.seq / tokens)
         segments = max(1, min(2 * MULTIPROCESSORS // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments)
+        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments, slices=slices)
     fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
     return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64)
 
@@ -157,7 +165,37 @@ def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequ
     check_supported(problem)
     if config is not None:
         _check_config(problem, config)
-    return _Builder(problem, config or heuristic(problem, archs)).plan()
+    config = config or heuristic(problem, archs)
+    plan = _Builder(_slice(problem, config.slices), config).plan()
+    return plan if config.slices == 1 else _of_slices(problem, plan, config.slices)
+
+
+def _slice(problem: Problem, slices: int) -> Problem:
+    """The part of a call that has an equal part of the batch."""
+    p, batch = problem, problem.batch // slices
+    operands = (replace(b, shape=(batch, *b.shape[1:])) if b.shape[0] == p.batch else b for b in p.operands)
+    return replace(p, batch=batch, param_rows=min(p.param_rows, batch), operands=tuple(operands))
+
+
+def _of_slices(problem: Problem, plan: Plan, slices: int) -> Plan:
+    """The plan of a slice for one after the other, from the same scratch."""
+    whole = {b.name: b for b in problem.operands}
+    whole |= {b.name: replace(b, shape=(problem.batch, *b.shape[1:])) for b in plan.results}
+
+    def of_slice(argument: Argument, index: int) -> Argument:
+        if not isinstance(argument, ArrayArg) or argument.buffer not in whole:
+            return argument
+        own = plan.buffers[argument.buffer]
+        offset = 0 if whole[own.name].shape == own.shape else index * own.size
+        return replace(argument, shape=own.shape, offset=offset)
+
+    launches = (
+        replace(launch, arguments=tuple(of_slice(argument, index) for argument in launch.arguments))
+        for index in range(slices)
+        for launch in plan.launches
+    )
+    results = tuple(whole[b.name] for b in plan.results)
+    return replace(plan, operands=problem.operands, results=results, launches=tuple(launches))
 
 
 def _check_config(problem: Problem, config: BackwardConfig) -> None:
@@ -167,6 +205,8 @@ def _check_config(problem: Problem, config: BackwardConfig) -> None:
         raise ValueError(
             f"BackwardConfig.parts must leave heads to each part, got {config.parts} of {group_heads} heads in a group."
         )
+    if p.batch % config.slices:
+        raise ValueError(f"BackwardConfig.slices must divide the batch, got {config.slices} of {p.batch}.")
     if config.warpgroups and not (serves_warpgroups(p) and config.tokens * p.rank == ROWS):
         raise ValueError(
             f"BackwardConfig.warpgroups takes a state of {WARPGROUP_STATE}, a head_dim of {WARPGROUP_HEAD_DIM} and "
