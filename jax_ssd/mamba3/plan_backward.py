@@ -120,7 +120,7 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
     sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
     slots = p.pairs // 2 // p.rank * 128 * 4
-    return 18 * 8192 + 2 * table + sums + slots + 96
+    return 18 * 8192 + 2 * table + sums + slots + 88
 
 
 def ranks(problem: Problem) -> int:

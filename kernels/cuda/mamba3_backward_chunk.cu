@@ -46,7 +46,7 @@ struct ChunkMemory {
                        kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
       kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
       kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
-                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 96;
+                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 88;
 
   char* base;
   // Barriers.
@@ -55,11 +55,10 @@ struct ChunkMemory {
   __device__ unsigned state_here() const { return at(kBarriers + 32); }
   __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
-  __device__ unsigned phases_here() const { return at(kBarriers + 56); }
-  __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
-  __device__ unsigned state_free() const { return at(kBarriers + 72); }
-  __device__ unsigned products_free() const { return at(kBarriers + 80); }
-  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
+  __device__ unsigned outputs_done() const { return at(kBarriers + 56); }
+  __device__ unsigned state_free() const { return at(kBarriers + 64); }
+  __device__ unsigned products_free() const { return at(kBarriers + 72); }
+  __device__ unsigned phases_free() const { return at(kBarriers + 80); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -197,50 +196,100 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
+// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
+// pair pair + 4 * (i % kTurned).
+template <class C>
+struct OwnTurns {
+  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  int token, pair;
+
+  __device__ __forceinline__ OwnTurns() {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
+    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
+    pair = rank % kParts * kOwn * 4 + lane % 4;
+  }
+  // Tokens and pairs beyond the lane's first.
+  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
+  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
+};
+
+// What the phases of the i-th head get of both sides, once these have ended that head, each with its part in memory.
+template <class C>
+__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int h = place.head + i;
+  const OwnTurns<C> own;
+  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
+  const float* others =
+      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
+  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
+#pragma unroll
+  for (int j = 0; j < own.kOwn; ++j) {
+    const int c = own.token + own.later(j);
+    if (c > place.last) continue;
+    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
+    }
+    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(memory.phases_free());
+}
+
 // 16 bytes to shared memory, as part of the thread's current group of copies; zeros if they are not there.
 __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
-// head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
-// otherwise.
+// v, dy and z of the i-th head, to their places in tiles, or in tables if there is something to be made of them.
 template <class C>
-__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                             const ChunkMemory<C>& memory, int i) {
+__device__ __forceinline__ void copy_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
+  constexpr int kKind = C::kTokens * Memory::kWidePitch * 2;  // bytes of a table of dy, z or v
   const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
-  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights);
-  if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+  const unsigned values = memory.at(buffer * Memory::kInput + Memory::kV),
+                 raw = shared_address(memory.template table<char>(buffer, Memory::kRaw)) + piece * 16;
 #pragma unroll
   for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
     const int c = first + j * (kTeam / 8);
     const bool there = c <= place.last;
     const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
-    const unsigned tile = shared_address(values) + swizzled(c, piece),
-                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
-    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
+    const unsigned tile = values + swizzled(c, piece), row = raw + c * (Memory::kWidePitch * 2);
+    copy_piece(C::kWeighted ? row + 2 * kKind : tile, in.v + at, there);
     copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
-    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
+    if constexpr (C::kGate) copy_piece(row + kKind, in.z + at, there);
   }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
+    const unsigned weights = shared_address(memory.template table<float>(buffer, Memory::kWeights));
 #pragma unroll
     for (int j = threadIdx.x % kTeam; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-      copy_piece(shared_address(weights + (which * C::kRank + r) * Memory::kWidePitch + column),
+      copy_piece(weights + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
                  from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
+// head, whose copies are under way. By the output's warpgroup, which would only wait for M otherwise.
+template <class C>
+__device__ __forceinline__ void stage_values(const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kKind = C::kTokens * Memory::kWidePitch;
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, buffer = i % 2;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
   if constexpr (Memory::kOutput) {
-    weights += piece * 8;
 #pragma unroll 1
     for (int c = first; c < C::kTokens; c += kTeam / 8) {
       const auto piece_of = [&](int kind) {
@@ -329,16 +378,23 @@ struct KeyRows {
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     char* row = to;
+    const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
+    uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+    uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
+    if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
+      const uint4 own_q = q, own_k = k, own_turn = turn;
+      if (i < 7) {  // the next row is on its way meanwhile
+        q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
+        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+      }
       float x[8], y[8];
-      unpack8(copied(row), x), unpack8(copied(row + Memory::kK - Memory::kQ), y);
+      unpack8(own_q, x), unpack8(own_k, y);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
       if constexpr (Turning) {
-        uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
-        if (C::kPairs % 32 == 0 || unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns);
-        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+        const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
@@ -348,7 +404,7 @@ struct KeyRows {
       }
       *reinterpret_cast<uint4*>(row) = pack8(x);
       *reinterpret_cast<uint4*>(row + Memory::kK - Memory::kQ) = pack8(y);
-      row += 1024, turns += kNext * Memory::kTurnPitch;
+      row += 1024;
     }
   }
 
@@ -441,13 +497,13 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
     if (i < place.heads) {
       turning.load(in, place, h);
-      rows.load_biases(in, place, h);
       if (warp == 3) weights.load(in, place, h);
     }
     if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
     if (i < place.heads) {
       rows.copy(in, place);
       turning.store(turns);
+      rows.load_biases(in, place, h);
       named_barrier(1, kTeam);
     }
     if (warp == 3) {
@@ -526,24 +582,6 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
 #pragma unroll
   for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
 }
-
-// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
-// pair pair + 4 * (i % kTurned).
-template <class C>
-struct OwnTurns {
-  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
-  int token, pair;
-
-  __device__ __forceinline__ OwnTurns() {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
-    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
-    pair = rank % kParts * kOwn * 4 + lane % 4;
-  }
-  // Tokens and pairs beyond the lane's first.
-  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
-  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
-};
 
 // The group's sums: the gradient of q or k, or a part of it, in the order of tiles.
 template <class C>
@@ -678,23 +716,43 @@ __device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const Ch
   for (int j = 0; j < 8; ++j) {
     const float2 a_j = *reinterpret_cast<const float2*>(decay + 8 * j + lane % 4 * 2),
                  f_j = *reinterpret_cast<const float2*>(f + 8 * j + lane % 4 * 2);
+    if (j / 2 < warp) {  // all columns are of earlier tokens
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float decayed, diagonal;
+      for (int half = 0; half < 2; ++half) {
+        float decayed;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (e % kEach == 0) {
-          const int before = token + (8 * half - 8 * j) / C::kRank - e;
-          decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
-          diagonal = before == 0 ? 1.0f : 0.0f;
+        for (int e = 0; e < 2; ++e) {
+          if (e % kEach == 0) decayed = exp2_fast(a[half] - (e ? a_j.y : a_j.x));
+          float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
+          const float w = decayed * (e ? f_j.y : f_j.x), seen = x * w;
+          along[half] += seen * y;
+          down[2 * j + e] += x * y * decayed;
+          x = seen;
+          y *= w;
         }
-        float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
-        down[2 * j + e] += product * decayed;
-        along[half] += product * earlier;
-        same[half] += product * diagonal;
-        x *= w;
-        y *= w;
+      }
+    } else if (j / 2 > warp) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) qk[4 * j + e] = ov[4 * j + e] = 0.0f;
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float decayed, diagonal;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (e % kEach == 0) {
+            const int before = token + (8 * half - 8 * j) / C::kRank - e;
+            decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
+            diagonal = before == 0 ? 1.0f : 0.0f;
+          }
+          float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
+          const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+          down[2 * j + e] += product * decayed;
+          along[half] += product * earlier;
+          same[half] += product * diagonal;
+          x *= w;
+          y *= w;
+        }
       }
     }
   }
@@ -766,43 +824,12 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   }
 }
 
-// What the phases of the i-th head get of both sides, once the key side has ended that head.
-// The query side is by then at the next head: its own part waits in its slots.
-template <class C>
-__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
-  const int h = place.head + i;
-  const OwnTurns<C> own;
-  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
-  const float* others =
-      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
-  barrier_wait(memory.phases_here(), i & 1);
-#pragma unroll
-  for (int j = 0; j < own.kOwn; ++j) {
-    const int c = own.token + own.later(j);
-    if (c > place.last) continue;
-    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
-    if (C::kFinal && place.t0 + c == in.seq - 1) {
-      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
-    }
-    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
-  }
-}
-
 template <class C>
 __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPlace<C>& place,
                                            const ChunkMemory<C>& memory) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam;
   const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
-  const auto ask = [&](int h) {
-    barrier_expect(memory.state_here(), 2 * kPanel);
-    copy_line_in(state, in.states + place.state(h), 2 * kPanel, memory.state_here());
-    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
-  };
-  if (thread == 0) ask(place.head);
   float* slots = reinterpret_cast<float*>(memory.base + Memory::kSlots) + thread;
   float group[64] = {};
 #pragma unroll 1
@@ -812,6 +839,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
     barrier_wait(memory.full(buffer), i / 2 & 1);
+    unsigned products[16], adjoints[16];  // M and dM as operands
     {
       float qk[32], ov[32];
       wgmma_fence();
@@ -821,14 +849,20 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       wgmma_wait<0>();
       pin(qk), pin(ov);
       weigh<C>(qk, ov, memory, buffer);
-      if (i > 0) {
-        barrier_wait(memory.products_free(), (i - 1) & 1);
-        // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
-        if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
-      }
-      store_panel(m, qk);
-      store_panel(adjoint_m, ov);
+      pack(qk, products), pack(ov, adjoints);
     }
+    float d[64];
+    barrier_wait(memory.state_here(), i & 1);
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
+    wgmma_commit();
+    if (i > 0) {
+      barrier_wait(memory.products_free(), (i - 1) & 1);
+      // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
+      if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
+    }
+    store_operand(m, products);
+    store_operand(adjoint_m, adjoints);
     if constexpr (C::kSkip) {  // on the diagonal of M
       __syncwarp();
       if (thread % 32 < 16) {
@@ -840,17 +874,17 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     fence_async_proxy();
     named_barrier(2, kTeam);
     if (thread == 0) barrier_arrive(memory.products_here());
-    barrier_wait(memory.state_here(), i & 1);
-    float d[64];
-    wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
-    wgmma_commit();
     wgmma_wait<0>();
     pin(d);
     if (thread % 32 == 0) barrier_arrive(memory.state_free());
     scale_rows(d, memory.rows(buffer, kIn));
     wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const unsigned own[4] = {adjoints[4 * step], adjoints[4 * step + 1], adjoints[4 * step + 2],
+                               adjoints[4 * step + 3]};
+      Wgmma<bf16, 128>::registers<true>(d, own, advanced(column_descriptor(k, kPanel), 2048 * step), true);
+    }
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
@@ -858,21 +892,15 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
                  memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
-    if (i > 0) store_turns<C>(in, place, memory, i - 1);
+    if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
 #pragma unroll
     for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
     named_barrier(2, kTeam);
-    if (thread % 32 == 0) barrier_arrive(memory.phases_free());
-    if (thread == 0 && i + 1 < place.heads) {
-      barrier_wait(memory.state_free(), i & 1);
-      ask(h + 1);
-    }
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
                                                place.record(in, h) + C::kQBiasAt);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
-  if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
   store_group<C>(in, place, in.d_q, in.q_sums, group);
 }
 
@@ -884,10 +912,19 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
                                             const ChunkMemory<C>& memory) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam;
+  const auto ask = [&](int h) {
+    barrier_expect(memory.state_here(), 2 * kPanel);
+    copy_line_in(memory.at(Memory::kState), in.states + place.state(h), 2 * kPanel, memory.state_here());
+    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
+  };
+  if (thread == 0 && place.heads > 0) ask(place.head);
 #pragma unroll 1
-  for (int i = -1; i < place.heads; ++i) {
-    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
-    if (i < 0) continue;
+  for (int i = -1; i <= place.heads; ++i) {
+    if (i >= 1) barrier_wait(memory.empty((i - 1) % 2), (i - 1) / 2 & 1);
+    if (i + 1 < place.heads) copy_values<C>(in, place, memory, i + 1);
+    if (i >= 1) store_turns<C>(in, place, memory, i - 1);
+    if (i + 1 < place.heads) stage_values<C>(memory, i + 1);
+    if (i < 0 || i == place.heads) continue;
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
                    adjoint = q + Memory::kAdjoint - Memory::kQ;
@@ -921,6 +958,10 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
       named_barrier(4, kTeam);
     }
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(memory.state_free(), i & 1);
+      ask(h + 1);
+    }
   }
 }
 
@@ -1047,11 +1088,10 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
     const OwnTurns<C> own;
     float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-    barrier_wait(memory.phases_free(), i & 1);
+    if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
 #pragma unroll
     for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
     named_barrier(3, kTeam);
-    if (thread == 0) barrier_arrive(memory.phases_here());
     bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
     if constexpr (C::kWeighted) {
@@ -1090,7 +1130,6 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
     barrier_init(memory.products_here(), 1);
-    barrier_init(memory.phases_here(), 1);
     barrier_init(memory.outputs_done(), 1);
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.products_free(), 4);
@@ -1105,13 +1144,13 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     take_registers<176>();
     query_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 1) {
-    take_registers<168>();
+    take_registers<160>();
     key_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 2) {
     give_registers<88>();
     output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
-    give_registers<80>();
+    give_registers<88>();
     prepare_heads<C>(in, ChunkPlace<C>(in), memory);
   }
 }

@@ -107,15 +107,26 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], unsigned a, un
   }
 }
 
-// 64 rows and 64 columns of accumulators into a panel, rounded.
-__device__ __forceinline__ void store_panel(unsigned panel, const float (&d)[32]) {
+// Accumulators rounded: four words are an A operand of 16 columns.
+__device__ __forceinline__ void pack(const float (&d)[32], unsigned (&words)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i] = Pairs16::of(d[2 * i], d[2 * i + 1]);
+}
+
+// 64 rows and 64 columns, so rounded, into a panel.
+__device__ __forceinline__ void store_operand(unsigned panel, const unsigned (&words)[16]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    const unsigned tiles[4] = {Pairs16::of(d[4 * j], d[4 * j + 1]), Pairs16::of(d[4 * j + 2], d[4 * j + 3]),
-                               Pairs16::of(d[4 * j + 4], d[4 * j + 5]), Pairs16::of(d[4 * j + 6], d[4 * j + 7])};
-    store_tiles(panel + swizzled(row, j + lane / 16), tiles);
+  for (int i = 0; i < 4; ++i) {
+    const unsigned tiles[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    store_tiles(panel + swizzled(row, 2 * i + lane / 16), tiles);
   }
+}
+
+__device__ __forceinline__ void store_panel(unsigned panel, const float (&d)[32]) {
+  unsigned words[16];
+  pack(d, words);
+  store_operand(panel, words);
 }
 
 // The four phases of a word pair, in units of 2**-16 turns, as sines and cosines.
