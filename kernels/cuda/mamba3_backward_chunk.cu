@@ -157,8 +157,11 @@ struct TurnUnits {
   static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
   uint2 phases[kEach];
 
-  static __device__ __forceinline__ int token(int i) { return (threadIdx.x % kTeam + i * kTeam) / kUnits; }
-  static __device__ __forceinline__ int pair(int i) { return (threadIdx.x % kTeam + i * kTeam) % kUnits * 4; }
+  int thread;
+
+  __device__ __forceinline__ TurnUnits() : thread(thread_anew()) {}
+  __device__ __forceinline__ int token(int i) const { return (thread + i * kTeam) / kUnits; }
+  __device__ __forceinline__ int pair(int i) const { return (thread + i * kTeam) % kUnits * 4; }
 
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
@@ -187,7 +190,7 @@ struct TurnUnits {
 template <class C>
 __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
-  for (int i = threadIdx.x % kTeam; i < 4 * C::kTokens; i += kTeam) {
+  for (int i = thread_anew(); i < 4 * C::kTokens; i += kTeam) {
     const int which = i / C::kTokens, c = min(i % C::kTokens, place.last);
     if (which == 0) want(in.angles + place.token_head(c, h, C::kPairs));
     if (which == 1) want(in.v + place.token_head(c, h, C::kP));
@@ -344,7 +347,7 @@ struct KeyRows {
   float q_bias[8], k_bias[8];
 
   __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
-    const int thread = threadIdx.x % kTeam;
+    const int thread = thread_anew();
     unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
     to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
          swizzled(first, unit % 8);

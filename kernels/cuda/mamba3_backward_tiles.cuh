@@ -47,6 +47,13 @@ constexpr int kPanel = 8192;  // bytes
 // Lanes know that all of them have the same.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
+// The thread in its warpgroup, read anew: what is computed from it does not stay in registers from one head to the next.
+__device__ __forceinline__ int thread_anew() {
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread % 128;
+}
+
 __device__ __forceinline__ void unpack8(uint4 words, float (&x)[8]) {
   const unsigned word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
