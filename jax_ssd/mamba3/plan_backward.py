@@ -118,9 +118,8 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     kinds = 3 if weighted else 2 if "z" in p.given else 0
     weights = 3 * p.rank * wide * 4 if weighted else 0
     table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
-    slots = p.pairs // 2 // p.rank * 128 * 4
-    return 18 * 8192 + 2 * table + sums + slots + 88
+    sums = 2 * tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4 + 4 * weights
+    return 18 * 8192 + 2 * table + sums + 96
 
 
 def ranks(problem: Problem) -> int:

@@ -42,11 +42,12 @@ struct ChunkMemory {
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
                        kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
-  static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
-                       kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
-      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
-      kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
-                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 88;
+  // What phases get, of the key side and of the query side: see `turn_at`.
+  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
+  static constexpr int kTables = kAdjointM + kPanel, kKeyTurns = kTables + 2 * kTable,
+                       kQueryTurns = kKeyTurns + kTurned, kBias = kQueryTurns + kTurned,  // [side][warp][rank][column]
+      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                                     // [v, o, z][warp][rank][p]
+      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 96;
 
   char* base;
   // Barriers.
@@ -58,7 +59,8 @@ struct ChunkMemory {
   __device__ unsigned outputs_done() const { return at(kBarriers + 56); }
   __device__ unsigned state_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
-  __device__ unsigned phases_free() const { return at(kBarriers + 80); }
+  __device__ unsigned phases_here() const { return at(kBarriers + 80); }
+  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -199,97 +201,47 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
-// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
-// pair pair + 4 * (i % kTurned).
-template <class C>
-struct OwnTurns {
-  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
-  int token, pair;
-
-  __device__ __forceinline__ OwnTurns() {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
-    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
-    pair = rank % kParts * kOwn * 4 + lane % 4;
-  }
-  // Tokens and pairs beyond the lane's first.
-  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
-  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
-};
-
-// What the phases of the i-th head get of both sides, once these have ended that head, each with its part in memory.
-template <class C>
-__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
-  const int h = place.head + i;
-  const OwnTurns<C> own;
-  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
-  const float* others =
-      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
-#pragma unroll
-  for (int j = 0; j < own.kOwn; ++j) {
-    const int c = own.token + own.later(j);
-    if (c > place.last) continue;
-    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
-    if (C::kFinal && place.t0 + c == in.seq - 1) {
-      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
-    }
-    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
-  }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(memory.phases_free());
-}
-
 // 16 bytes to shared memory, as part of the thread's current group of copies; zeros if they are not there.
 __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// v, dy and z of the i-th head, to their places in tiles, or in tables if there is something to be made of them.
+// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
+// head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
+// otherwise.
 template <class C>
-__device__ __forceinline__ void copy_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
+__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                             const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  constexpr int kKind = C::kTokens * Memory::kWidePitch * 2;  // bytes of a table of dy, z or v
+  constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
   const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
-  const unsigned values = memory.at(buffer * Memory::kInput + Memory::kV),
-                 raw = shared_address(memory.template table<char>(buffer, Memory::kRaw)) + piece * 16;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
+  if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
 #pragma unroll
   for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
     const int c = first + j * (kTeam / 8);
     const bool there = c <= place.last;
     const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
-    const unsigned tile = values + swizzled(c, piece), row = raw + c * (Memory::kWidePitch * 2);
-    copy_piece(C::kWeighted ? row + 2 * kKind : tile, in.v + at, there);
+    const unsigned tile = shared_address(values) + swizzled(c, piece),
+                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
+    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
     copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
-    if constexpr (C::kGate) copy_piece(row + kKind, in.z + at, there);
+    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
   }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
-    const unsigned weights = shared_address(memory.template table<float>(buffer, Memory::kWeights));
+    const unsigned to = shared_address(memory.template table<float>(buffer, Memory::kWeights));
 #pragma unroll
     for (int j = threadIdx.x % kTeam; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-      copy_piece(weights + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
+      copy_piece(to + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
                  from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
-// head, whose copies are under way. By the output's warpgroup, which would only wait for M otherwise.
-template <class C>
-__device__ __forceinline__ void stage_values(const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
-  constexpr int kKind = C::kTokens * Memory::kWidePitch;
-  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, buffer = i % 2;
-  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
   if constexpr (Memory::kOutput) {
@@ -586,6 +538,65 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
   for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
 }
 
+// Where a token and pair have their place in a table of all of them: four pairs are together, and rows of whole lines
+// have these in an order of their own, so that neither columns nor rows meet in the same banks.
+template <class C>
+__device__ __forceinline__ int turn_at(int token, int pair) {
+  if constexpr (C::kPairs % 32) return token * (C::kPairs + 4) + pair;
+  return (token * C::kPairs + token % 8 * 4 + pair % 4) ^ (pair / 4 * 4);
+}
+
+// What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
+// pair pair + 4 * (i % kTurned).
+template <class C>
+struct OwnTurns {
+  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  int token, pair;
+
+  __device__ __forceinline__ OwnTurns() {
+    const int thread = thread_anew(), lane = thread % 32, row = thread / 32 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
+    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
+    pair = rank % kParts * kOwn * 4 + lane % 4;
+  }
+  // To a table: see `turn_at`.
+  template <int Size>
+  __device__ __forceinline__ void store(float* table, const float (&turn)[Size]) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
+  }
+  // Tokens and pairs beyond the lane's first.
+  static __device__ constexpr int later(int i) { return i / kTurned * 8; }
+  static __device__ constexpr int further(int i) { return i % kTurned * 4; }
+};
+
+// What the phases of the i-th head get of both sides, once the key side has ended that head; a warp has its own tokens.
+// The query side is by then at the next head: its own part waits in its table.
+template <class C>
+__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
+  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4), h = place.head + i;
+  const float *of_query = reinterpret_cast<const float*>(memory.base + Memory::kQueryTurns),
+              *of_key = reinterpret_cast<const float*>(memory.base + Memory::kKeyTurns);
+  barrier_wait(memory.phases_here(), i & 1);
+#pragma unroll
+  for (int j = 0; j < (kOfWarp + 31) / 32; ++j) {
+    const int unit = lane + 32 * j;
+    if (kOfWarp % 32 && unit >= kOfWarp) continue;
+    const int c = first + unit / kUnits, pair = unit % kUnits * 4, at = turn_at<C>(c, pair);
+    float4 sum = *reinterpret_cast<const float4*>(of_query + at);
+    const float4 other = *reinterpret_cast<const float4*>(of_key + at);
+    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
+      sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
+    }
+    if (c <= place.last) store4(in.angles + place.token_head(c, h, C::kPairs) + pair, sum);
+  }
+}
+
 // The group's sums: the gradient of q or k, or a part of it, in the order of tiles.
 template <class C>
 __device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPlace<C>& place, bf16* gradient,
@@ -719,43 +730,23 @@ __device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const Ch
   for (int j = 0; j < 8; ++j) {
     const float2 a_j = *reinterpret_cast<const float2*>(decay + 8 * j + lane % 4 * 2),
                  f_j = *reinterpret_cast<const float2*>(f + 8 * j + lane % 4 * 2);
-    if (j / 2 < warp) {  // all columns are of earlier tokens
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float decayed;
+    for (int half = 0; half < 2; ++half) {
+      float decayed, diagonal;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (e % kEach == 0) decayed = exp2_fast(a[half] - (e ? a_j.y : a_j.x));
-          float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-          const float w = decayed * (e ? f_j.y : f_j.x), seen = x * w;
-          along[half] += seen * y;
-          down[2 * j + e] += x * y * decayed;
-          x = seen;
-          y *= w;
+      for (int e = 0; e < 2; ++e) {
+        if (e % kEach == 0) {
+          const int before = token + (8 * half - 8 * j) / C::kRank - e;
+          decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
+          diagonal = before == 0 ? 1.0f : 0.0f;
         }
-      }
-    } else if (j / 2 > warp) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) qk[4 * j + e] = ov[4 * j + e] = 0.0f;
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float decayed, diagonal;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (e % kEach == 0) {
-            const int before = token + (8 * half - 8 * j) / C::kRank - e;
-            decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
-            diagonal = before == 0 ? 1.0f : 0.0f;
-          }
-          float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-          const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
-          down[2 * j + e] += product * decayed;
-          along[half] += product * earlier;
-          same[half] += product * diagonal;
-          x *= w;
-          y *= w;
-        }
+        float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
+        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+        down[2 * j + e] += product * decayed;
+        along[half] += product * earlier;
+        same[half] += product * diagonal;
+        x *= w;
+        y *= w;
       }
     }
   }
@@ -781,6 +772,7 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
+  bf16* raw_z = memory.template table<bf16>(buffer, Memory::kRaw) + (C::kTokens + c) * Memory::kWidePitch + lane_column;
   const float* weights =
       memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
@@ -818,7 +810,27 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
-    if (C::kGate && j % 2) store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+    if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<unsigned*>(raw_z + half * 8 * Memory::kWidePitch + 8 * j) =
+            Pairs16::of(d_gate[j % 2 * 4 + 2 * half], d_gate[j % 2 * 4 + 2 * half + 1]);
+      }
+    } else if (C::kGate && j % 2) {
+      store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+    }
+  }
+  if constexpr (C::kGate && C::kRank == 1) {  // then out in whole rows
+    __syncwarp();
+    raw_z -= lane / 4 * Memory::kWidePitch + lane_column;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int later = lane / 8 + 4 * j, own = row - lane / 4 + later;
+      const uint4 words = *reinterpret_cast<const uint4*>(raw_z + later * Memory::kWidePitch + lane % 8 * 8);
+      if (own <= place.last) {
+        *reinterpret_cast<uint4*>(in.d_z + place.token_head(own, h, C::kP) + lane % 8 * 8) = words;
+      }
+    }
   }
   if constexpr (C::kWeighted) {
     float* folds = reinterpret_cast<float*>(memory.base + Memory::kFolds);
@@ -833,7 +845,12 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam;
   const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
-  float* slots = reinterpret_cast<float*>(memory.base + Memory::kSlots) + thread;
+  const auto ask = [&](int h) {
+    barrier_expect(memory.state_here(), 2 * kPanel);
+    copy_line_in(memory.at(Memory::kState), in.states + place.state(h), 2 * kPanel, memory.state_here());
+    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
+  };
+  if (thread == 0 && place.heads > 0) ask(place.head);
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -842,7 +859,6 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
     barrier_wait(memory.full(buffer), i / 2 & 1);
-    unsigned products[16], adjoints[16];  // M and dM as operands
     {
       float qk[32], ov[32];
       wgmma_fence();
@@ -852,20 +868,14 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       wgmma_wait<0>();
       pin(qk), pin(ov);
       weigh<C>(qk, ov, memory, buffer);
-      pack(qk, products), pack(ov, adjoints);
+      if (i > 0) {
+        barrier_wait(memory.products_free(), (i - 1) & 1);
+        // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
+        if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
+      }
+      store_panel(m, qk);
+      store_panel(adjoint_m, ov);
     }
-    float d[64];
-    barrier_wait(memory.state_here(), i & 1);
-    wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
-    wgmma_commit();
-    if (i > 0) {
-      barrier_wait(memory.products_free(), (i - 1) & 1);
-      // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
-      if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
-    }
-    store_operand(m, products);
-    store_operand(adjoint_m, adjoints);
     if constexpr (C::kSkip) {  // on the diagonal of M
       __syncwarp();
       if (thread % 32 < 16) {
@@ -877,17 +887,17 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     fence_async_proxy();
     named_barrier(2, kTeam);
     if (thread == 0) barrier_arrive(memory.products_here());
+    barrier_wait(memory.state_here(), i & 1);
+    float d[64];
+    wgmma_fence();
+    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
+    wgmma_commit();
     wgmma_wait<0>();
     pin(d);
     if (thread % 32 == 0) barrier_arrive(memory.state_free());
     scale_rows(d, memory.rows(buffer, kIn));
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const unsigned own[4] = {adjoints[4 * step], adjoints[4 * step + 1], adjoints[4 * step + 2],
-                               adjoints[4 * step + 3]};
-      Wgmma<bf16, 128>::registers<true>(d, own, advanced(column_descriptor(k, kPanel), 2048 * step), true);
-    }
+    multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
@@ -895,15 +905,21 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
                  memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
-    if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
-#pragma unroll
-    for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
+    if (i > 0) store_turns<C>(in, place, memory, i - 1);
     named_barrier(2, kTeam);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kQueryTurns), turn);
+    named_barrier(2, kTeam);
+    if (thread % 32 == 0) barrier_arrive(memory.phases_free());
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(memory.state_free(), i & 1);
+      ask(h + 1);
+    }
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
                                                place.record(in, h) + C::kQBiasAt);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
+  if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
   store_group<C>(in, place, in.d_q, in.q_sums, group);
 }
 
@@ -915,19 +931,10 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
                                             const ChunkMemory<C>& memory) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam;
-  const auto ask = [&](int h) {
-    barrier_expect(memory.state_here(), 2 * kPanel);
-    copy_line_in(memory.at(Memory::kState), in.states + place.state(h), 2 * kPanel, memory.state_here());
-    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
-  };
-  if (thread == 0 && place.heads > 0) ask(place.head);
 #pragma unroll 1
-  for (int i = -1; i <= place.heads; ++i) {
-    if (i >= 1) barrier_wait(memory.empty((i - 1) % 2), (i - 1) / 2 & 1);
-    if (i + 1 < place.heads) copy_values<C>(in, place, memory, i + 1);
-    if (i >= 1) store_turns<C>(in, place, memory, i - 1);
-    if (i + 1 < place.heads) stage_values<C>(memory, i + 1);
-    if (i < 0 || i == place.heads) continue;
+  for (int i = -1; i < place.heads; ++i) {
+    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
+    if (i < 0) continue;
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
                    adjoint = q + Memory::kAdjoint - Memory::kQ;
@@ -961,10 +968,6 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
       named_barrier(4, kTeam);
     }
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
-    if (thread == 0 && i + 1 < place.heads) {
-      barrier_wait(memory.state_free(), i & 1);
-      ask(h + 1);
-    }
   }
 }
 
@@ -1089,12 +1092,10 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     float turn[C::kPairs / 2];
     float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
     turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
-    const OwnTurns<C> own;
-    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-    if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
-#pragma unroll
-    for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
+    barrier_wait(memory.phases_free(), i & 1);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kKeyTurns), turn);
     named_barrier(3, kTeam);
+    if (lane == 0) barrier_arrive(memory.phases_here());
     bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
     if constexpr (C::kWeighted) {
@@ -1136,6 +1137,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.outputs_done(), 1);
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.products_free(), 4);
+    barrier_init(memory.phases_here(), 4);
     barrier_init(memory.phases_free(), 4);
     fence_barrier_init();
   }

@@ -47,7 +47,8 @@ constexpr int kPanel = 8192;  // bytes
 // Lanes know that all of them have the same.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
-// The thread in its warpgroup, read anew: what is computed from it does not stay in registers from one head to the next.
+// The thread in its warpgroup, read anew: what is computed from it does not stay in registers from one head to the
+// next.
 __device__ __forceinline__ int thread_anew() {
   unsigned thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
@@ -71,6 +72,11 @@ __device__ __forceinline__ float2 unpack2(unsigned pair) {
 __device__ __forceinline__ void load8(const float* p, float (&x)[8]) {
   const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// At once: the compiler makes four of a plain store.
+__device__ __forceinline__ void store4(float* p, float4 v) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ uint4 read_once(const bf16* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }

@@ -1,8 +1,9 @@
 // The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with, and
 // what dt, trap and the angles get of the gradients that chunks end with.
 //
-// A cluster of blocks takes a head of a row in rounds; a warp has a run of neighbouring tokens of a round, a lane a
-// pair, or two. What is summed along time is summed in runs, then over the warps of a block, then over the blocks.
+// A cluster of blocks takes a head of a row in rounds. A thread has four pairs of a run of neighbouring tokens, some
+// lanes share a run, so that a token's pairs are read at once. What is summed along time is summed in runs, then over
+// the runs of a warp, the warps of a block, the blocks.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -10,63 +11,93 @@ namespace jax_ssd {
 
 constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8, kRun = 8;
 
+template <class C>
+struct Runs {
+  static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
+  static constexpr int kTokensOfBlock = kTimeWarps * kOfWarp * kRun;
+  static constexpr long long kNext = C::kHeads * C::kPairs;  // from a token's pairs to the next one's
+};
+
 template <typename T, int Columns>
-struct SumsMemory {
+struct alignas(16) SumsMemory {
   T warps[kTimeWarps][Columns], blocks[2][kMostBlocks][Columns];
 };
 
-// Sums of a number of every column of every warp, for the warps before (or, Later, after) each, and of them all.
-template <typename T, int Columns, bool Later>
+// Sums of a number of every column of every run, for the runs before (or, Later, after) each, and of them all. A thread
+// has the four columns that begin with 4 * (its lane in the run).
+template <typename T, int Lanes, bool Later>
 struct ClusterSums {
-  SumsMemory<T, Columns>& memory;
+  SumsMemory<T, 4 * Lanes>& memory;
   int warp, block, blocks, round = 0;
 
-  // To be called by all threads in every round; a lane has column lane + 32 * i.
-  template <int Own>
-  __device__ __forceinline__ void sum(const T (&own)[Own], T (&beyond)[Own], T (&all)[Own]) {
-    const int lane = threadIdx.x % 32;
+  struct alignas(16) Four {
+    T x[4];
+  };
+
+  // To be called by all threads in every round.
+  __device__ __forceinline__ void sum(const T (&own)[4], T (&beyond)[4], T (&all)[4]) {
+    const int lane = threadIdx.x % 32, column = lane % Lanes * 4;
+    T scan[4] = {own[0], own[1], own[2], own[3]};  // with those of the warp's runs before, or after
 #pragma unroll
-    for (int i = 0; i < Own; ++i) memory.warps[warp][lane + 32 * i] = own[i];
+    for (int offset = Lanes; offset < 32; offset *= 2) {
+      const bool there = Later ? lane + offset < 32 : lane >= offset;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const T other =
+            Later ? __shfl_down_sync(0xffffffff, scan[e], offset) : __shfl_up_sync(0xffffffff, scan[e], offset);
+        scan[e] += there ? other : T(0);
+      }
+    }
+    if (Later ? lane < Lanes : lane >= 32 - Lanes) {
+      *reinterpret_cast<Four*>(&memory.warps[warp][column]) = {scan[0], scan[1], scan[2], scan[3]};
+    }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < Own; ++i) {
-      beyond[i] = all[i] = 0;
+    for (int e = 0; e < 4; ++e) beyond[e] = scan[e] - own[e], all[e] = 0;
 #pragma unroll
-      for (int w = 0; w < kTimeWarps; ++w) {
-        const T other = memory.warps[w][lane + 32 * i];
-        all[i] += other;
-        beyond[i] += (Later ? w > warp : w < warp) ? other : 0;
+    for (int w = 0; w < kTimeWarps; ++w) {
+      const Four other = *reinterpret_cast<const Four*>(&memory.warps[w][column]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        all[e] += other.x[e];
+        if (Later ? w > warp : w < warp) beyond[e] += other.x[e];
       }
-      if (warp < blocks) store_to_block(shared_address(&memory.blocks[round % 2][block][lane + 32 * i]), warp, all[i]);
+    }
+    if (warp < blocks && lane < Lanes) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        store_to_block(shared_address(&memory.blocks[round % 2][block][column + e]), warp, all[e]);
+      }
     }
     cluster_barrier();
 #pragma unroll
-    for (int i = 0; i < Own; ++i) {
-      all[i] = 0;
+    for (int e = 0; e < 4; ++e) all[e] = 0;
 #pragma unroll
-      for (int n = 0; n < kMostBlocks; ++n) {
-        if (n >= blocks) break;
-        const T other = memory.blocks[round % 2][n][lane + 32 * i];
-        all[i] += other;
-        beyond[i] += (Later ? n > block : n < block) ? other : 0;
+    for (int n = 0; n < kMostBlocks; ++n) {
+      if (n >= blocks) break;
+      const Four other = *reinterpret_cast<const Four*>(&memory.blocks[round % 2][n][column]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        all[e] += other.x[e];
+        if (Later ? n > block : n < block) beyond[e] += other.x[e];
       }
     }
     ++round;
   }
 };
 
-// 1 / (1 + exp(v)) by the hardware.
-__device__ __forceinline__ float sigmoid_of_negative(float v) { return rcp_fast(1.0f + exp2_fast(v * LOG2E)); }
+// 1 / (1 + exp(2 v)) by the hardware: tanh(v) is 1 less twice that.
+__device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + exp2_fast(v * (2.0f * LOG2E))); }
 
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
 // in the first half of each row of the angles' gradient.
 template <class C>
-__global__ void __launch_bounds__(kTimeThreads)
+__global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
-                             const float* start, float* gamma, float* f, float* decay, unsigned short* phases,
-                             int batch, int seq) {
-  constexpr int kOwn = (C::kPairs + 31) / 32;
-  using Memory = SumsMemory<unsigned, 32 * kOwn>;
+                             const float* start, float* gamma, float* f, float* decay, float* phases, int batch,
+                             int seq) {
+  using R = Runs<C>;
+  using Memory = SumsMemory<unsigned, R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
@@ -99,132 +130,138 @@ __global__ void __launch_bounds__(kTimeThreads)
     if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
   }
 
-  ClusterSums<unsigned, 32 * kOwn, false> sums{memory, warp, block, blocks};
-  const long long first = ((long long)b * seq * C::kHeads + h) * C::kPairs;
-  unsigned before[kOwn] = {};  // all earlier rounds
+  ClusterSums<unsigned, R::kLanes, false> sums{memory, warp, block, blocks};
+  const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
+  const bool paired = pair < C::kPairs;
+  const long long row = (long long)b * C::kHeads + h, first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
+  angles += first, phases += first - pair;
+  unsigned before[4] = {};  // all earlier rounds
   if constexpr (C::kState) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int pair = min(lane + 32 * i, C::kPairs - 1);
-      before[i] = phase_of_radians(start[((long long)b * C::kHeads + h) * C::kPairs + pair]);
-    }
+    for (int e = 0; e < 4; ++e) before[e] = paired ? phase_of_radians(start[row * C::kPairs + pair + e]) : 0;
   }
 #pragma unroll 1
-  for (int begin = (block * kTimeWarps + warp) * kRun, left = seq; left > 0;
-       begin += blocks * kTimeWarps * kRun, left -= blocks * kTimeWarps * kRun) {
-    float angle[kOwn][kRun], step[kRun];
+  for (int begin = (block * kTimeWarps * R::kOfWarp + run) * kRun, left = seq; left > 0;
+       begin += blocks * R::kTokensOfBlock, left -= blocks * R::kTokensOfBlock) {
+    const float* from = angles + begin * R::kNext;
+    float4 angle[kRun];
+    float step[kRun];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const int t = min(begin + j, seq - 1);
-      const float* from = angles + first + (long long)t * (C::kHeads * C::kPairs);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) angle[i][j] = __ldg(from + min(lane + 32 * i, C::kPairs - 1));
-      step[j] = begin + j < seq ? __ldg(dt + t) : 0.0f;  // no turn where there is no token
+      const bool there = begin + j < seq;
+      angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), step[j] = 0.0f;
+      if (there && paired) angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
+      if (there) step[j] = __ldg(dt + begin + j);
     }
-    unsigned sum[kOwn][kRun], total[kOwn] = {}, ahead[kOwn], all[kOwn];
+    unsigned sum[kRun][4], total[4] = {}, ahead[4], all[4];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int j = 0; j < kRun; ++j) {
+      const float of_pairs[4] = {angle[j].x, angle[j].y, angle[j].z, angle[j].w};
 #pragma unroll
-      for (int j = 0; j < kRun; ++j) {
-        const float tanh_angle = 1.0f - 2.0f * sigmoid_of_negative(2.0f * angle[i][j]);
-        total[i] += phase_of_turns(0.5f * tanh_angle * step[j]);
-        sum[i][j] = total[i];
+      for (int e = 0; e < 4; ++e) {
+        const float turns = 0.5f * step[j] - step[j] * tail_of_tanh(of_pairs[e]);
+        total[e] += static_cast<unsigned>(__float2int_rn((turns - rintf(turns)) * 4294967296.0f));
+        sum[j][e] = total[e];
       }
     }
     sums.sum(total, ahead, all);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      ahead[i] += before[i];
-      before[i] += all[i];
+    for (int e = 0; e < 4; ++e) {
+      ahead[e] += before[e] + 0x8000;  // to the nearest unit
+      before[e] += all[e];
+    }
+    unsigned short* to = reinterpret_cast<unsigned short*>(phases + begin * R::kNext) + pair;
 #pragma unroll
-      for (int j = 0; j < kRun; ++j) {
-        if (lane + 32 * i < C::kPairs && begin + j < seq) {
-          phases[2 * (first + (long long)(begin + j) * (C::kHeads * C::kPairs)) + lane + 32 * i] =
-              static_cast<unsigned short>((ahead[i] + sum[i][j] + 0x8000u) >> 16);
-        }
-      }
+    for (int j = 0; j < kRun; ++j) {
+      const uint2 words = make_uint2(__byte_perm(ahead[0] + sum[j][0], ahead[1] + sum[j][1], 0x7632),
+                                     __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
+      if (begin + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
   }
 }
 
 // The phases' gradients, in the memory of the angles', are summed from the end, and with them dt, trap and the angles.
 template <class C>
-__global__ void __launch_bounds__(kTimeThreads)
+__global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start, int batch,
                          int seq) {
-  constexpr int kOwn = (C::kPairs + 31) / 32;
   constexpr float kPi = 3.14159265358979f;
-  using Memory = SumsMemory<float, 32 * kOwn>;
+  using R = Runs<C>;
+  using Memory = SumsMemory<float, R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
   cluster_barrier();
   const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, round = blocks * kTimeWarps * kRun;
-  const long long head = ((long long)b * C::kHeads + h) * seq;
-  const long long first = ((long long)b * seq * C::kHeads + h) * C::kPairs + lane;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, round = blocks * R::kTokensOfBlock;
+  const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
+  const bool paired = pair < C::kPairs;
+  const long long row = (long long)b * C::kHeads + h, head = row * seq;
+  const long long first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
-  ClusterSums<float, 32 * kOwn, true> sums{memory, warp, block, blocks};
-  float after[kOwn] = {};  // all later rounds
+  angles += first, d_angles += first;
+  ClusterSums<float, R::kLanes, true> sums{memory, warp, block, blocks};
+  float after[4] = {};  // all later rounds
 #pragma unroll 1
   for (int start = (seq - 1) / round * round; start >= 0; start -= round) {
-    const int begin = start + (block * kTimeWarps + warp) * kRun;
-    float sum[kOwn][kRun], angle[kOwn][kRun], total[kOwn], later[kOwn], all[kOwn];
+    const int begin = start + (block * kTimeWarps * R::kOfWarp + run) * kRun;
+    float* to = d_angles + begin * R::kNext;
+    const float* from = angles + begin * R::kNext;
+    float4 sum[kRun], angle[kRun];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const long long at = first + (long long)(begin + j) * (C::kHeads * C::kPairs);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const bool there = lane + 32 * i < C::kPairs && begin + j < seq;
-        sum[i][j] = there ? d_angles[at + 32 * i] : 0.0f;
-        angle[i][j] = there ? __ldg(angles + at + 32 * i) : 0.0f;
+      sum[j] = angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (paired && begin + j < seq) {
+        sum[j] = *reinterpret_cast<const float4*>(to + j * R::kNext);
+        angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
       }
     }
-    float step = 0.0f, mix = 0.0f, weight = 0.0f, own_weight = 0.0f, before = 0.0f;
-    const int own = begin + lane / 4;  // four lanes have a token
+    const int own = begin + lane % R::kLanes * kRun / R::kLanes;  // a token of the lane, or of two
+    float step = 0.0f, mix = 0.0f, own_weight = 0.0f, before = 0.0f;
     if (own < seq) {
       step = dt[own], mix = 1.0f / (1.0f + expf(-trap[own]));
-      weight = d_f[own], own_weight = weight + d_gamma[own], before = own > 0 ? d_f[own - 1] : 0.0f;
+      own_weight = d_f[own] + d_gamma[own], before = own > 0 ? d_f[own - 1] : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-      for (int j = kRun - 2; j >= 0; --j) sum[i][j] += sum[i][j + 1];
-      total[i] = sum[i][0];
+    for (int j = kRun - 2; j >= 0; --j) {
+      sum[j].x += sum[j + 1].x, sum[j].y += sum[j + 1].y, sum[j].z += sum[j + 1].z, sum[j].w += sum[j + 1].w;
     }
+    const float total[4] = {sum[0].x, sum[0].y, sum[0].z, sum[0].w};
+    float later[4], all[4];
     sums.sum(total, later, all);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      later[i] += after[i];
-      after[i] += all[i];
-    }
+    for (int e = 0; e < 4; ++e) later[e] += after[e], after[e] += all[e];
     float d_step[kRun];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
+      const float of_phases[4] = {sum[j].x, sum[j].y, sum[j].z, sum[j].w},
+                  of_pairs[4] = {angle[j].x, angle[j].y, angle[j].z, angle[j].w};
+      const float scale =
+          4.0f * kPi * __shfl_sync(0xffffffff, step, lane / R::kLanes * R::kLanes + j * R::kLanes / kRun);
+      float x[4];
       d_step[j] = 0.0f;
-      const float scale = kPi * __shfl_sync(0xffffffff, step, 4 * j);
-      float* to = d_angles + first + (long long)(begin + j) * (C::kHeads * C::kPairs);
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        // tanh is 1 - 2 s, and its derivative 4 s (1 - s)
-        const float s = sigmoid_of_negative(2.0f * angle[i][j]), gradient = later[i] + sum[i][j];
-        d_step[j] += gradient - 2.0f * (gradient * s);
-        if (lane + 32 * i < C::kPairs && begin + j < seq) to[32 * i] = gradient * scale * (4.0f * (s - s * s));
+      for (int e = 0; e < 4; ++e) {
+        // tanh is 1 - 2 tail, and its derivative 4 (tail - tail^2)
+        const float tail = tail_of_tanh(of_pairs[e]), gradient = later[e] + of_phases[e];
+        d_step[j] += gradient - 2.0f * tail * gradient;
+        x[e] = gradient * scale * (tail - tail * tail);
       }
+      if (paired && begin + j < seq)
+        *reinterpret_cast<float4*>(to + j * R::kNext) = make_float4(x[0], x[1], x[2], x[3]);
     }
-    share_sums<kRun, 16, 4>(d_step);
-    const float sum_step = kPi * quad_sum(d_step[0]);
-    if (lane % 4 == 0 && own < seq) {
-      d_dt[own] = sum_step + mix * own_weight + (1.0f - mix) * before;
+    share_sums<kRun, R::kLanes / 2, R::kLanes / kRun>(d_step);
+    if constexpr (R::kLanes == 16) d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], 1);
+    if (lane % (R::kLanes / kRun) == 0 && own < seq) {
+      d_dt[own] = kPi * d_step[0] + mix * own_weight + (1.0f - mix) * before;
       d_trap[own] = step * (own_weight - before) * mix * (1.0f - mix);
     }
   }
-  if (C::kState && block == 0 && warp == 0) {
+  if (C::kState && block == 0 && run == 0 && paired) {
+    float* of_start = d_start + row * C::kPairs + pair;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (lane + 32 * i < C::kPairs) d_start[((long long)b * C::kHeads + h) * C::kPairs + lane + 32 * i] = after[i];
-    }
+    for (int e = 0; e < 4; ++e) of_start[e] = after[e];
   }
 }
 

@@ -221,6 +221,11 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned at, unsigned bytes
 // In a loop until it is true.
 inline void mbarrier_try_wait_parity_shared_cta_b64(unsigned at, unsigned parity) { barrier_wait(at, parity); }
 
+inline void st_global_v4_f32(void* to, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  memcpy(const_cast<void*>(global(to, 16)), v, sizeof v);
+}
+
 template <class T>
 void ld_acquire_gpu_global_b32(T& d, const void* from) {
   static_assert(sizeof(T) == 4);
