@@ -217,18 +217,37 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
   char* values = memory.base + buffer * Memory::kInput + Memory::kV;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  bf16* raw_v = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * kKind + piece * 8;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
+  constexpr int kUnits = C::kTokens * 8 / kTeam;
+  const unsigned tile = shared_address(values), row = shared_address(raw);
+  const auto token = [&](int j) { return first + j * (kTeam / 8); };
+  const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
+  // Tables of dy and z are this warpgroup's own; all else may still be in use.
+  uint4 own_v[kUnits];
+#pragma unroll
+  for (int j = 0; j < kUnits; ++j) {
+    const unsigned to = row + token(j) * (Memory::kWidePitch * 2);
+    if constexpr (Memory::kOutput) copy_piece(to, in.dy + place_of(j), token(j) <= place.last);
+    if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), token(j) <= place.last);
+    if constexpr (C::kWeighted) {
+      own_v[j] = make_uint4(0, 0, 0, 0);
+      if (token(j) <= place.last) own_v[j] = read_once(in.v + place_of(j));
+    }
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
 #pragma unroll
-  for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
-    const int c = first + j * (kTeam / 8);
-    const bool there = c <= place.last;
-    const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
-    const unsigned tile = shared_address(values) + swizzled(c, piece),
-                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
-    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
-    copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
-    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
+  for (int j = 0; j < kUnits; ++j) {
+    const unsigned to = tile + swizzled(token(j), piece);
+    if constexpr (C::kWeighted) {
+      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own_v[j];
+    } else {
+      copy_piece(to, in.v + place_of(j), token(j) <= place.last);
+    }
+    if constexpr (!Memory::kOutput) {
+      copy_piece(to + Memory::kAdjoint - Memory::kV, in.dy + place_of(j), token(j) <= place.last);
+    }
   }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
@@ -242,7 +261,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(C::kWeighted || !Memory::kOutput ? 0 : 1) : "memory");
   if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
   if constexpr (Memory::kOutput) {
 #pragma unroll 1
@@ -283,6 +302,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       }
     }
   }
+  if constexpr (!C::kWeighted && Memory::kOutput) asm volatile("cp.async.wait_group 0;" ::: "memory");
   fence_async_proxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
