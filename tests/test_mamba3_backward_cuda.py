@@ -97,6 +97,20 @@ def test_bounds_out_of_order_end(bounds):
     assert found["grad_v"].shape == (1, 40, 1, 8)
 
 
+def test_slices_of_the_batch_give_what_all_of_it_gives():
+    p = problem(batch=2, seq=40, heads=1, rank=None, initial=True, final=True)
+    config = heuristic(p, ["sm_90"])
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(jax.numpy.dtype(b.dtype)) for b in p.operands}
+    arrays["adt"], arrays["dt"] = -abs(arrays["adt"]) / 8, abs(arrays["dt"]) / 8
+    whole, sliced = (
+        cuda_emulator.run(backward(p, dataclasses.replace(config, slices=slices)), arrays) for slices in (1, 2)
+    )
+    for name in whole:
+        if name.startswith("grad_"):
+            np.testing.assert_array_equal(sliced[name], whole[name], err_msg=name)
+
+
 def test_a_nan_in_one_row_leaves_the_others_alone():
     arrays, cotangents, options = arguments(**CASES["group_per_head"])
     options = tuple(options.items())

@@ -149,6 +149,7 @@ def test_a_tile_has_at_most_64_rows_whatever_the_rank_and_the_chunk():
 def test_few_chunks_share_the_heads_of_a_group_among_blocks():
     assert heuristic(problem(batch=1, seq=256, heads=32), ["sm_90"]).parts > 1
     assert heuristic(problem(groups=4), ["sm_90"]).parts == 1
+    assert heuristic(problem(batch=8, seq=16_384, heads=32), ["sm_90"]).parts == 1  # sums of parts cost more
     with pytest.raises(ValueError, match="at least 1"):
         dataclasses.replace(heuristic(problem(), ["sm_90"]), parts=0)
 
@@ -173,6 +174,20 @@ def test_few_chunks_share_the_heads_of_a_group_among_blocks():
 def test_warpgroups_serve_the_sizes_of_models_on_sm_90_alone(changes, archs):
     assert heuristic(problem(), ["sm_90"]).warpgroups
     assert not heuristic(problem(**changes), archs).warpgroups
+
+
+def test_slices_of_a_large_batch_share_scratch():
+    assert heuristic(problem(batch=4, seq=2048, heads=32), ["sm_90"]).slices == 1
+    large = problem(batch=8, seq=2048, heads=32, initial=True)
+    config = heuristic(large, ["sm_90"])
+    assert config.slices == 2
+    sliced, whole = (backward(large, dataclasses.replace(config, slices=slices)) for slices in (2, 1))
+    sliced.check("sm_90")
+    assert sliced.results == whole.results
+    assert sum(b.nbytes for b in sliced.scratch) == sum(b.nbytes for b in whole.scratch) // 2
+    assert len(sliced.launches) == 2 * len(whole.launches)
+    with pytest.raises(ValueError, match="must divide the batch"):
+        backward(large, dataclasses.replace(config, slices=3))
 
 
 def test_few_heads_walk_a_row_in_segments():

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
-WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
+# By warpgroups, of sm_90.
+WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
-WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 512, 256  # threads
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS, CLUSTER_THREADS = 256, 512, 256, 256
+TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
@@ -35,8 +37,10 @@ WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
 WALK_COLUMNS = (64, 128)  # of the state, of one block
 CHUNK_THREADS, SCHEDULE_THREADS, TIME_THREADS, SUM_THREADS = 256, 1024, 128, 256
 MOST_PARTS = 8
+SUMS_OF_A_ROUND = 1_500_000  # numbers of q and k whose sums are written and read while blocks take a head
 GRID_ROWS = 65_535  # heads in a batch, and twice the packed sequences of a row
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
+CALL_OPTIONS = ("mimo_v", "z", "D", "state_ssm", "d_state_ssm")  # of BackwardCall, in its order
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 
 
@@ -48,7 +52,8 @@ class BackwardConfig:
     so many blocks share the heads of a group in a chunk, each with sums of its own for the gradients of q and k.
     walk_columns: of the state, that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at
     once. warpgroups: walks and chunks by sm_90's wgmma, for the usual sizes; rows are 64 and walk_columns is of no
-    meaning then. segments: into how many pieces such walks cut each row.
+    meaning then. segments: into how many pieces such walks cut each row. slices: of the batch, that
+    follow each other in the same scratch.
     """
 
     tokens: int
@@ -56,11 +61,12 @@ class BackwardConfig:
     walk_columns: int = 64
     warpgroups: bool = False
     segments: int = 1
+    slices: int = 1
     rows: int = ROWS
 
     def __post_init__(self):
-        if self.tokens < 1 or self.parts < 1 or self.segments < 1:
-            raise ValueError(f"tokens, parts and segments must be at least 1, got {self}.")
+        if min(self.tokens, self.parts, self.segments, self.slices) < 1:
+            raise ValueError(f"tokens, parts, segments and slices must be at least 1, got {self}.")
         if self.walk_columns not in WALK_COLUMNS:
             raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
         if self.rows not in (SMALL_ROWS, ROWS):
@@ -68,7 +74,7 @@ class BackwardConfig:
 
 
 def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardConfig:
-    """Whole tiles, and enough blocks for the last round of them to be full as well.
+    """Whole tiles, and enough blocks for the last round of them to be full as well, if sums of parts cost less.
 
     archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
     """
@@ -76,17 +82,23 @@ def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardC
     archs = compile.target_archs() if archs is None else archs
     warpgroups = serves_warpgroups(p) and set(archs) == {"sm_90"}
     rows, tokens = (ROWS, ROWS // p.rank) if warpgroups else _tile(p, min(MAX_SHARED_MEMORY[arch] for arch in archs))
-    blocks = p.batch * pieces(p, tokens) * p.groups
-    group_heads = p.heads // p.groups
+    chunks, group_heads, walks = pieces(p, tokens), p.heads // p.groups, 2 * p.batch * p.heads
 
-    def rounds(parts: int) -> int:
-        return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+    def rounds(parts: int, slices: int) -> float:
+        blocks = p.batch // slices * chunks * p.groups
+        of_chunks = slices * math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+        return of_chunks + (parts * p.given["q"].size / SUMS_OF_A_ROUND if parts > 1 else 0)
 
-    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
+    def waves(slices: int) -> int:
+        return slices * math.ceil(walks // slices / (2 * MULTIPROCESSORS))
+
+    # Slices save scratch, and cost no time where each fills the multiprocessors as well as all would.
+    few_waves = (n for n in range(1, p.batch + 1) if warpgroups and p.batch % n == 0 and waves(n) <= waves(1))
+    slices = max(few_waves, default=1)
+    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n, slices), n))
     if warpgroups:
-        walks, chunks = 2 * p.batch * p.heads, math.ceil(p.seq / tokens)
         segments = max(1, min(2 * MULTIPROCESSORS // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments)
+        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments, slices=slices)
     fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
     return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64, rows=rows)
 
@@ -137,9 +149,8 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     kinds = 3 if weighted else 2 if "z" in p.given else 0
     weights = 3 * p.rank * wide * 4 if weighted else 0
     table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
-    slots = p.pairs // 2 // p.rank * 128 * 4
-    return 18 * 8192 + 2 * table + sums + slots + 80
+    sums = 2 * tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4 + 4 * weights
+    return 18 * 8192 + 2 * table + sums + 96
 
 
 def ranks(problem: Problem) -> int:
@@ -187,7 +198,37 @@ def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequ
     check_supported(problem)
     if config is not None:
         _check_config(problem, config)
-    return _Builder(problem, config or heuristic(problem, archs)).plan()
+    config = config or heuristic(problem, archs)
+    plan = _Builder(_slice(problem, config.slices), config).plan()
+    return plan if config.slices == 1 else _of_slices(problem, plan, config.slices)
+
+
+def _slice(problem: Problem, slices: int) -> Problem:
+    """The part of a call that has an equal part of the batch."""
+    p, batch = problem, problem.batch // slices
+    operands = (replace(b, shape=(batch, *b.shape[1:])) if b.shape[0] == p.batch else b for b in p.operands)
+    return replace(p, batch=batch, param_rows=min(p.param_rows, batch), operands=tuple(operands))
+
+
+def _of_slices(problem: Problem, plan: Plan, slices: int) -> Plan:
+    """The plan of a slice for one after the other, from the same scratch."""
+    whole = {b.name: b for b in problem.operands}
+    whole |= {b.name: replace(b, shape=(problem.batch, *b.shape[1:])) for b in plan.results}
+
+    def of_slice(argument: Argument, index: int) -> Argument:
+        if not isinstance(argument, ArrayArg) or argument.buffer not in whole:
+            return argument
+        own = plan.buffers[argument.buffer]
+        offset = 0 if whole[own.name].shape == own.shape else index * own.size
+        return replace(argument, shape=own.shape, offset=offset)
+
+    launches = (
+        replace(launch, arguments=tuple(of_slice(argument, index) for argument in launch.arguments))
+        for index in range(slices)
+        for launch in plan.launches
+    )
+    results = tuple(whole[b.name] for b in plan.results)
+    return replace(plan, operands=problem.operands, results=results, launches=tuple(launches))
 
 
 def _check_config(problem: Problem, config: BackwardConfig) -> None:
@@ -197,6 +238,8 @@ def _check_config(problem: Problem, config: BackwardConfig) -> None:
         raise ValueError(
             f"BackwardConfig.parts must leave heads to each part, got {config.parts} of {group_heads} heads in a group."
         )
+    if p.batch % config.slices:
+        raise ValueError(f"BackwardConfig.slices must divide the batch, got {config.slices} of {p.batch}.")
     if config.warpgroups and not (serves_warpgroups(p) and config.tokens * p.rank == ROWS):
         raise ValueError(
             f"BackwardConfig.warpgroups takes a state of {WARPGROUP_STATE}, a head_dim of {WARPGROUP_HEAD_DIM} and "
@@ -282,11 +325,11 @@ class _Builder:
             self.results,
             self.scratch,
             (
-                self.launch("schedule", (rows * p.sequences, 1, 1), SCHEDULE_THREADS, schedule),
                 *(
-                    self.warpgroup_launches(walk, chunk)
+                    self.warpgroup_launches(schedule, walk, chunk)
                     if self.config.warpgroups
                     else [
+                        self.launch("schedule", (rows * p.sequences, 1, 1), SCHEDULE_THREADS, schedule),
                         *self.walks(walk, normalize),
                         self.launch(
                             "chunk",
@@ -338,57 +381,55 @@ class _Builder:
         ahead = self.launch("normalize", grid_normalize, 4 * self.config.rows, normalize, shared)
         return [directions(0, 1), ahead, directions(1, 1)]
 
-    def warpgroup_launches(self, walk: tuple[str, ...], chunk: tuple[str, ...]) -> list[Launch]:
+    def warpgroup_launches(
+        self, schedule: tuple[str, ...], walk: tuple[str, ...], chunk: tuple[str, ...]
+    ) -> list[Launch]:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
-        p, rows = self.problem, self.problem.batch * self.problem.heads
-        given = p.given
-        call = ", ".join(
-            [*map(str, (p.heads, p.groups, p.rank, p.pairs))]
-            + [
-                "true" if option else "false"
-                for option in (
-                    p.rotary == "half",
-                    p.param_rows == 1,
-                    "mimo_v" in given,
-                    "z" in given,
-                    "D" in given,
-                    "state_ssm" in given,
-                    "d_state_ssm" in given,
-                )
-            ]
-        )
-
-        def launch(
-            file: str, name: str, more: str, grid: tuple[int, int, int], threads: int, shared: int,
-            arrays: tuple[str, ...], *numbers: int
-        ) -> Launch:  # fmt: skip
-            """Absent arrays are never touched; any other stands in for them."""
-            arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
-            expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
-            kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
-            scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=True)
-
+        p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
         general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
+        schedule = tuple(name for name in schedule if name not in general)
         walk = (*(name for name in walk if name not in general), "ends")
         starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
-            return launch(WALK_FILE, "walk", f", {ends_only}", grid, WALK_TEAM, shared, walk, *segments)
+            return launch(WALK_FILE, f"walk{ends_only}", grid, WALK_TEAM, walk, shared, segments)
 
-        launches = [walks("false")]
+        launches = [walks(", false")]
         if self.segments > 1:
             grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
-            between = launch(WALK_FILE, "starts", "", grid, STARTS_THREADS, 0, starts, *segments)
-            launches = [walks("true"), between, *launches]
+            between = launch(WALK_FILE, "starts", grid, STARTS_THREADS, starts, 0, segments)
+            launches = [walks(", true"), between, *launches]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
-        shared = warpgroup_chunk_shared(p)
-        parts = self.config.parts
-        return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]
+        shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
+        return [
+            launch(TIME_FILE, "schedule", (TIME_BLOCKS, rows, 1), CLUSTER_THREADS, schedule, clustered=True),
+            *launches,
+            launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
+        ]
+
+    def warpgroup_launch(
+        self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
+        numbers: tuple[int, ...] = (), clustered: bool = False
+    ) -> Launch:  # fmt: skip
+        """name: the kernel's, with what follows the call among its template arguments. Absent arrays are never touched;
+        any other stands in for them."""
+        p, given = self.problem, self.problem.given
+        options = (p.rotary == "half", p.param_rows == 1, *(option in given for option in CALL_OPTIONS))
+        call = ", ".join([*map(str, (p.heads, p.groups, p.rank, p.pairs)), *(str(o).lower() for o in options)])
+        kernel, _, more = name.partition(",")
+        expression = (
+            f"jax_ssd::mamba3_backward_{kernel}<jax_ssd::BackwardCall<{call}>{', ' * bool(more)}{more.strip()}>"
+        )
+        arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
+        scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
+        cluster = (TIME_BLOCKS, 1, 1) if clustered else None
+        source = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
+        pdl = name != "schedule"
+        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, cluster, pdl)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
@@ -397,7 +438,7 @@ class _Builder:
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
         kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
-        pdl = self.config.warpgroups and name != "schedule"
+        pdl = self.config.warpgroups
         return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 
     def sums(self, name: str, count: tuple[int, int], arrays: tuple[str, ...], template: str = "") -> Launch:
