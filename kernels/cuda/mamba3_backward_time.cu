@@ -1,5 +1,4 @@
-// The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with, and
-// what dt, trap and the angles get of the gradients that chunks end with.
+// The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with.
 //
 // A cluster of blocks takes a head of a row in rounds. A thread has four pairs of a run of neighbouring tokens, some
 // lanes share a run, so that a token's pairs are read at once. What is summed along time is summed in runs, then over
@@ -24,9 +23,9 @@ struct alignas(16) SumsMemory {
   T warps[kTimeWarps][Columns], blocks[2][kMostBlocks][Columns];
 };
 
-// Sums of a number of every column of every run, for the runs before (or, Later, after) each, and of them all. A thread
-// has the four columns that begin with 4 * (its lane in the run).
-template <typename T, int Lanes, bool Later>
+// Sums of a number of every column of every run, for the runs before each, and of them all. A thread has the four
+// columns that begin with 4 * (its lane in the run).
+template <typename T, int Lanes>
 struct ClusterSums {
   SumsMemory<T, 4 * Lanes>& memory;
   int warp, block, blocks, round = 0;
@@ -38,18 +37,16 @@ struct ClusterSums {
   // To be called by all threads in every round.
   __device__ __forceinline__ void sum(const T (&own)[4], T (&beyond)[4], T (&all)[4]) {
     const int lane = threadIdx.x % 32, column = lane % Lanes * 4;
-    T scan[4] = {own[0], own[1], own[2], own[3]};  // with those of the warp's runs before, or after
+    T scan[4] = {own[0], own[1], own[2], own[3]};  // with those of the warp's runs before
 #pragma unroll
     for (int offset = Lanes; offset < 32; offset *= 2) {
-      const bool there = Later ? lane + offset < 32 : lane >= offset;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const T other =
-            Later ? __shfl_down_sync(0xffffffff, scan[e], offset) : __shfl_up_sync(0xffffffff, scan[e], offset);
-        scan[e] += there ? other : T(0);
+        const T other = __shfl_up_sync(0xffffffff, scan[e], offset);
+        scan[e] += lane >= offset ? other : T(0);
       }
     }
-    if (Later ? lane < Lanes : lane >= 32 - Lanes) {
+    if (lane >= 32 - Lanes) {
       *reinterpret_cast<Four*>(&memory.warps[warp][column]) = {scan[0], scan[1], scan[2], scan[3]};
     }
     __syncthreads();
@@ -61,7 +58,7 @@ struct ClusterSums {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         all[e] += other.x[e];
-        if (Later ? w > warp : w < warp) beyond[e] += other.x[e];
+        if (w < warp) beyond[e] += other.x[e];
       }
     }
     if (round == 0) cluster_wait();  // all blocks are there
@@ -81,7 +78,7 @@ struct ClusterSums {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         all[e] += other.x[e];
-        if (Later ? n > block : n < block) beyond[e] += other.x[e];
+        if (n < block) beyond[e] += other.x[e];
       }
     }
     ++round;
@@ -110,7 +107,7 @@ __global__ void __launch_bounds__(kTimeThreads, 4)
   const long long head = ((long long)b * C::kHeads + h) * seq;
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
 
-  ClusterSums<unsigned, R::kLanes, false> sums{memory, warp, block, blocks};
+  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
   const bool paired = pair < C::kPairs;
   const long long row = (long long)b * C::kHeads + h, first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
@@ -180,95 +177,6 @@ __global__ void __launch_bounds__(kTimeThreads, 4)
     if (lane == 0) before = 0.0f;
     if (c < C::kTokens && t < seq) decay[t] = before + first;
     if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
-  }
-}
-
-// The phases' gradients, in the memory of the angles', are summed from the end, and with them dt, trap and the angles.
-template <class C>
-__global__ void __launch_bounds__(kTimeThreads, 3)
-    mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
-                         const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start, int batch,
-                         int seq) {
-  constexpr float kPi = 3.14159265358979f;
-  using R = Runs<C, 4>;
-  constexpr int kRun = R::kRun;
-  using Memory = SumsMemory<float, R::kColumns>;
-  __shared__ Memory memory;
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
-  cluster_arrive();
-  const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, round = blocks * R::kTokensOfBlock;
-  const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
-  const bool paired = pair < C::kPairs;
-  const long long row = (long long)b * C::kHeads + h, head = row * seq;
-  const long long first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
-  dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
-  angles += first, d_angles += first;
-  ClusterSums<float, R::kLanes, true> sums{memory, warp, block, blocks};
-  float after[4] = {};  // all later rounds
-#pragma unroll 1
-  for (int start = (seq - 1) / round * round; start >= 0; start -= round) {
-    const int begin = start + (block * kTimeWarps * R::kOfWarp + run) * kRun;
-    float* to = d_angles + begin * R::kNext;
-    const float* from = angles + begin * R::kNext;
-    float4 sum[kRun], angle[kRun];
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      sum[j] = angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (paired && begin + j < seq) {
-        sum[j] = *reinterpret_cast<const float4*>(to + j * R::kNext);
-        angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
-      }
-    }
-    const int own = begin + lane % R::kLanes * kRun / R::kLanes;  // one token of some lanes
-    float step = 0.0f, mix = 0.0f, own_weight = 0.0f, before = 0.0f;
-    if (own < seq) {
-      step = dt[own], mix = 1.0f / (1.0f + expf(-trap[own]));
-      own_weight = d_f[own] + d_gamma[own], before = own > 0 ? d_f[own - 1] : 0.0f;
-    }
-#pragma unroll
-    for (int j = kRun - 2; j >= 0; --j) {
-      sum[j].x += sum[j + 1].x, sum[j].y += sum[j + 1].y, sum[j].z += sum[j + 1].z, sum[j].w += sum[j + 1].w;
-    }
-    const float total[4] = {sum[0].x, sum[0].y, sum[0].z, sum[0].w};
-    float later[4], all[4];
-    sums.sum(total, later, all);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) later[e] += after[e], after[e] += all[e];
-    float d_step[kRun];
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      const float of_phases[4] = {sum[j].x, sum[j].y, sum[j].z, sum[j].w},
-                  of_pairs[4] = {angle[j].x, angle[j].y, angle[j].z, angle[j].w};
-      const float scale =
-          4.0f * kPi * __shfl_sync(0xffffffff, step, lane / R::kLanes * R::kLanes + j * R::kLanes / kRun);
-      float x[4];
-      d_step[j] = 0.0f;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        // tanh is 1 - 2 tail, and its derivative 4 (tail - tail^2)
-        const float tail = tail_of_tanh(of_pairs[e]), gradient = later[e] + of_phases[e];
-        d_step[j] += gradient - 2.0f * tail * gradient;
-        x[e] = gradient * scale * (tail - tail * tail);
-      }
-      if (paired && begin + j < seq)
-        *reinterpret_cast<float4*>(to + j * R::kNext) = make_float4(x[0], x[1], x[2], x[3]);
-    }
-    share_sums<kRun, R::kLanes / 2, R::kLanes / kRun>(d_step);
-#pragma unroll
-    for (int offset = R::kLanes / kRun / 2; offset > 0; offset /= 2) {
-      d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], offset);
-    }
-    if (lane % (R::kLanes / kRun) == 0 && own < seq) {
-      d_dt[own] = kPi * d_step[0] + mix * own_weight + (1.0f - mix) * before;
-      d_trap[own] = step * (own_weight - before) * mix * (1.0f - mix);
-    }
-  }
-  if (C::kState && block == 0 && run == 0 && paired) {
-    float* of_start = d_start + row * C::kPairs + pair;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) of_start[e] = after[e];
   }
 }
 
