@@ -9,12 +9,11 @@
 
 namespace jax_ssd {
 
-constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8;
+constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8, kRun = 8;
 
-// Run: tokens of a thread in a round.
-template <class C, int Run>
+template <class C>
 struct Runs {
-  static constexpr int kRun = Run, kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
+  static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
   static constexpr int kTokensOfBlock = kTimeWarps * kOfWarp * kRun;
   static constexpr long long kNext = C::kHeads * C::kPairs;  // from a token's pairs to the next one's
 };
@@ -64,7 +63,6 @@ struct ClusterSums {
         if (Later ? w > warp : w < warp) beyond[e] += other.x[e];
       }
     }
-    if (round == 0) cluster_wait();  // all blocks are there
     if (warp < blocks && lane < Lanes) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -94,21 +92,43 @@ __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + 
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
 // in the first half of each row of the angles' gradient.
 template <class C>
-__global__ void __launch_bounds__(kTimeThreads, 4)
+__global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
                              const float* start, float* gamma, float* f, float* decay, float* phases, int batch,
                              int seq) {
-  using R = Runs<C, 8>;
-  constexpr int kRun = R::kRun;
+  using R = Runs<C>;
   using Memory = SumsMemory<unsigned, R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  cluster_arrive();
+  cluster_barrier();  // all blocks are there
   const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const long long head = ((long long)b * C::kHeads + h) * seq;
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
+
+  for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
+    const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
+    const float next = t + 1 < seq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
+    gamma[t] = mix * step;
+    f[t] = mix * step + next;
+  }
+  const int chunks = (seq + C::kTokens - 1) / C::kTokens;
+  for (int n = block * kTimeWarps + warp; n < chunks; n += blocks * kTimeWarps) {
+    const int c = 2 * lane, t = n * C::kTokens + c;
+    const float first = c < C::kTokens && t < seq ? log2_decay(1.0f, adt[t]) : 0.0f;
+    const float both = first + (c + 1 < C::kTokens && t + 1 < seq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
+    float sum = both;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_up_sync(0xffffffff, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    float before = __shfl_up_sync(0xffffffff, sum, 1);
+    if (lane == 0) before = 0.0f;
+    if (c < C::kTokens && t < seq) decay[t] = before + first;
+    if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
+  }
 
   ClusterSums<unsigned, R::kLanes, false> sums{memory, warp, block, blocks};
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
@@ -158,45 +178,21 @@ __global__ void __launch_bounds__(kTimeThreads, 4)
       if (begin + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
   }
-
-  for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
-    const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
-    const float next = t + 1 < seq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
-    gamma[t] = mix * step;
-    f[t] = mix * step + next;
-  }
-  const int chunks = (seq + C::kTokens - 1) / C::kTokens;
-  for (int n = block * kTimeWarps + warp; n < chunks; n += blocks * kTimeWarps) {
-    const int c = 2 * lane, t = n * C::kTokens + c;
-    const float first = c < C::kTokens && t < seq ? log2_decay(1.0f, adt[t]) : 0.0f;
-    const float both = first + (c + 1 < C::kTokens && t + 1 < seq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
-    float sum = both;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_up_sync(0xffffffff, sum, offset);
-      if (lane >= offset) sum += other;
-    }
-    float before = __shfl_up_sync(0xffffffff, sum, 1);
-    if (lane == 0) before = 0.0f;
-    if (c < C::kTokens && t < seq) decay[t] = before + first;
-    if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
-  }
 }
 
 // The phases' gradients, in the memory of the angles', are summed from the end, and with them dt, trap and the angles.
 template <class C>
-__global__ void __launch_bounds__(kTimeThreads, 3)
+__global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start, int batch,
                          int seq) {
   constexpr float kPi = 3.14159265358979f;
-  using R = Runs<C, 4>;
-  constexpr int kRun = R::kRun;
+  using R = Runs<C>;
   using Memory = SumsMemory<float, R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  cluster_arrive();
+  cluster_barrier();
   const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, round = blocks * R::kTokensOfBlock;
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
@@ -221,7 +217,7 @@ __global__ void __launch_bounds__(kTimeThreads, 3)
         angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
       }
     }
-    const int own = begin + lane % R::kLanes * kRun / R::kLanes;  // one token of some lanes
+    const int own = begin + lane % R::kLanes * kRun / R::kLanes;  // a token of the lane, or of two
     float step = 0.0f, mix = 0.0f, own_weight = 0.0f, before = 0.0f;
     if (own < seq) {
       step = dt[own], mix = 1.0f / (1.0f + expf(-trap[own]));
@@ -256,10 +252,7 @@ __global__ void __launch_bounds__(kTimeThreads, 3)
         *reinterpret_cast<float4*>(to + j * R::kNext) = make_float4(x[0], x[1], x[2], x[3]);
     }
     share_sums<kRun, R::kLanes / 2, R::kLanes / kRun>(d_step);
-#pragma unroll
-    for (int offset = R::kLanes / kRun / 2; offset > 0; offset /= 2) {
-      d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], offset);
-    }
+    if constexpr (R::kLanes == 16) d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], 1);
     if (lane % (R::kLanes / kRun) == 0 && own < seq) {
       d_dt[own] = kPi * d_step[0] + mix * own_weight + (1.0f - mix) * before;
       d_trap[own] = step * (own_weight - before) * mix * (1.0f - mix);

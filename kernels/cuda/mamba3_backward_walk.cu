@@ -78,7 +78,7 @@ struct Walker {
   struct Raw {
     uint4 key[kKeyTokens][C::kRank], value[kValueTokens], gate[kValueTokens];
     uint2 phase[kKeyTokens];
-    float decay[kValueTokens], f[kValueTokens], total;
+    float scale[kValueTokens], total;
   };
 
   static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
@@ -106,8 +106,8 @@ struct Walker {
       const long long t = min(own, end);
       raw.value[i] = read_once(value + t * (C::kHeads * C::kP));
       if constexpr (Backward && C::kGate) raw.gate[i] = read_once(gate + t * (C::kHeads * C::kP));
-      raw.decay[i] = decay[t];
-      raw.f[i] = Backward ? own <= end : own <= end ? f[t] : 0.0f;
+      const float a = decay[t], scale = Backward ? exp2_fast(a) : f[t] * exp2_fast(raw.total - a);
+      raw.scale[i] = own <= end ? scale : 0.0f;
     }
   }
 
@@ -153,11 +153,10 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = value_row(i), own = kOneToken ? 0 : i;
-      const float scale = raw.f[own] * exp2_fast(Backward ? raw.decay[own] : raw.total - raw.decay[own]);
       float x[8], weight[8];
       unpack8(raw.value[own], x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] *= scale;
+      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[own];
       if constexpr (C::kWeighted) {
         load8(weights + row % C::kRank * C::kP, weight);
 #pragma unroll
@@ -204,42 +203,34 @@ struct Walker {
       state[i] = ends_only ? 0.0f : in.segments > 1 ? end[p * C::kN + n] : outer_state<C>(in, Backward, b, h, p, n);
     }
     bf16* stored = (Backward ? in.adjoints : in.states) + head * chunks * (C::kP * C::kN);
-    const auto chunk_of = [&](int step) { return Backward ? begin + steps - 1 - step : begin + step; };
-    const auto out = [&](int step) { return shared_address(memory) + Memory::kOut + step % 2 * 2 * kPanel; };
     Raw raw;
-    load(raw, chunk_of(0));
-    __syncthreads();
-    // While a chunk's product is made, the next chunk's rows are.
-    stage(raw, 0);
-    if (!ends_only) store_panel(out(0) + team * kPanel, state);
-    float keep = exp2_fast(raw.total);
-    if (steps > 1) load(raw, chunk_of(1));
-    fence_async_proxy();
+    load(raw, Backward ? begin + steps - 1 : begin);
     __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
+      const int chunk = Backward ? begin + steps - 1 - step : begin + step, buffer = step % 2;
+      const float keep = exp2_fast(raw.total);
+      const unsigned out = shared_address(memory) + Memory::kOut + buffer * 2 * kPanel;
+      stage(raw, buffer);
+      if (!ends_only) store_panel(out + team * kPanel, state);
+      if (step + 1 < steps) load(raw, Backward ? chunk - 1 : chunk + 1);
+      if (step + 3 < steps) want_chunk(Backward ? chunk - 3 : chunk + 3);
+      fence_async_proxy();
+      if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
+      __syncthreads();
       if (!ends_only && thread == 0) {
-        copy_line_out(stored + (long long)chunk_of(step) * (C::kP * C::kN), out(step), 2 * kPanel);
+        copy_line_out(stored + (long long)chunk * (C::kP * C::kN), out, 2 * kPanel);
         copies_commit();
       }
-      const unsigned keys = shared_address(memory) + Memory::kKeys + step % 2 * 2 * kPanel + team * kPanel,
-                     values = shared_address(memory) + Memory::kValues + step % 2 * kPanel;
+      const unsigned keys = shared_address(memory) + Memory::kKeys + buffer * 2 * kPanel + team * kPanel,
+                     values = shared_address(memory) + Memory::kValues + buffer * kPanel;
 #pragma unroll
       for (int i = 0; i < 32; ++i) state[i] *= keep;
       wgmma_fence();
       multiply_tiles<64, 4, true, true>(state, values, keys, true);
       wgmma_commit();
-      if (step + 1 < steps) stage(raw, (step + 1) % 2);
       wgmma_wait<0>();
       pin(state);
-      if (step + 1 == steps) break;
-      if (!ends_only) store_panel(out(step + 1) + team * kPanel, state);
-      keep = exp2_fast(raw.total);
-      if (step + 2 < steps) load(raw, chunk_of(step + 2));
-      if (step + 4 < steps) want_chunk(chunk_of(step + 4));
-      fence_async_proxy();
-      if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
-      __syncthreads();
     }
     if (ends_only) {
 #pragma unroll
