@@ -178,6 +178,7 @@ def test_warpgroups_serve_the_sizes_of_models_on_sm_90_alone(changes, archs):
 
 def test_slices_of_a_large_batch_share_scratch():
     assert heuristic(problem(batch=4, seq=2048, heads=32), ["sm_90"]).slices == 1
+    assert heuristic(problem(batch=8, seq=2048, heads=32, rank=None), ["sm_90"]).slices == 1
     large = problem(batch=8, seq=2048, heads=32, initial=True)
     config = heuristic(large, ["sm_90"])
     assert config.slices == 2

@@ -217,37 +217,18 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
   char* values = memory.base + buffer * Memory::kInput + Memory::kV;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
-  bf16* raw_v = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * kKind + piece * 8;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
-  constexpr int kUnits = C::kTokens * 8 / kTeam;
-  const unsigned tile = shared_address(values), row = shared_address(raw);
-  const auto token = [&](int j) { return first + j * (kTeam / 8); };
-  const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
-  // Tables of dy and z are this warpgroup's own; all else may still be in use.
-  uint4 own_v[kUnits];
-#pragma unroll
-  for (int j = 0; j < kUnits; ++j) {
-    const unsigned to = row + token(j) * (Memory::kWidePitch * 2);
-    if constexpr (Memory::kOutput) copy_piece(to, in.dy + place_of(j), token(j) <= place.last);
-    if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), token(j) <= place.last);
-    if constexpr (C::kWeighted) {
-      own_v[j] = make_uint4(0, 0, 0, 0);
-      if (token(j) <= place.last) own_v[j] = read_once(in.v + place_of(j));
-    }
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
 #pragma unroll
-  for (int j = 0; j < kUnits; ++j) {
-    const unsigned to = tile + swizzled(token(j), piece);
-    if constexpr (C::kWeighted) {
-      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own_v[j];
-    } else {
-      copy_piece(to, in.v + place_of(j), token(j) <= place.last);
-    }
-    if constexpr (!Memory::kOutput) {
-      copy_piece(to + Memory::kAdjoint - Memory::kV, in.dy + place_of(j), token(j) <= place.last);
-    }
+  for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
+    const int c = first + j * (kTeam / 8);
+    const bool there = c <= place.last;
+    const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
+    const unsigned tile = shared_address(values) + swizzled(c, piece),
+                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
+    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
+    copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
+    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
   }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
@@ -261,7 +242,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group %0;" ::"n"(C::kWeighted || !Memory::kOutput ? 0 : 1) : "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
   if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
   if constexpr (Memory::kOutput) {
 #pragma unroll 1
@@ -302,7 +283,6 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       }
     }
   }
-  if constexpr (!C::kWeighted && Memory::kOutput) asm volatile("cp.async.wait_group 0;" ::: "memory");
   fence_async_proxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
@@ -518,54 +498,36 @@ __device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
   }
 }
 
-// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
-__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
-  const int lane = threadIdx.x % 32;
-  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
-}
-
-// The same of a table with rows of `pitch` bytes for tokens: words of 32 bits or pairs of 16, 16 bytes of two columns.
-template <class C>
-__device__ __forceinline__ unsigned table_fragment_at(unsigned table, int pitch, int step) {
-  const int lane = threadIdx.x % 32;
-  return table + (threadIdx.x / 32 % 4 * 16 + lane % 16) / C::kRank * pitch + (2 * step + lane / 16) * 16;
-}
-
 // tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
 template <class C>
 __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
-                                          unsigned tile, unsigned turns, float* bias) {
+                                          const char* tile, const unsigned* turns, float* bias) {
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const char* from = tile + row * 128 + lane % 4 * 4;
+  const unsigned* cosines = turns + row / C::kRank * Memory::kTurnPitch + lane % 4;
   float sums[32];
 #pragma unroll
-  for (int step = 0; step < 8; ++step) {
-    unsigned rows[4], words[4];  // [column][half of the rows]
-    if (2 * step < kTurned) {
-      load_tiles(rows, fragment_at(tile, step));
-      load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
-    }
+  for (int j = 0; j < 16; ++j) {
+    float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
+    if (j < kTurned) {
 #pragma unroll
-    for (int j = 2 * step; j < 2 * step + 2; ++j) {
-      float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
-      if (j < kTurned) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float x = own[2 * half], y = own[2 * half + 1];
-          const float2 was = unpack2(rows[j % 2 * 2 + half]);
-          const unsigned cs = words[j % 2 * 2 + half];
-          const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
-          turn[half * kTurned + j] = y * was.x - x * was.y;
-          own[2 * half] = x * cosine + y * sine;
-          own[2 * half + 1] = y * cosine - x * sine;
-        }
+      for (int half = 0; half < 2; ++half) {
+        const float x = own[2 * half], y = own[2 * half + 1];
+        const float2 was = unpack2(
+            *reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 + ((j % 8) ^ (lane / 4)) * 16));
+        const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
+        const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
+        turn[half * kTurned + j] = y * was.x - x * was.y;
+        own[2 * half] = x * cosine + y * sine;
+        own[2 * half + 1] = y * cosine - x * sine;
       }
-      sums[2 * j] = own[0] + own[2];
-      sums[2 * j + 1] = own[1] + own[3];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
     }
+    sums[2 * j] = own[0] + own[2];
+    sums[2 * j + 1] = own[1] + own[3];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
   share_sums<32, 16, 4 * C::kRank>(sums);
@@ -598,22 +560,10 @@ struct OwnTurns {
     pair = rank % kParts * kOwn * 4 + lane % 4;
   }
   // To a table: see `turn_at`.
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int offset,
-                                        const float (&turn)[C::kPairs / 2]) const {
-    if constexpr (C::kRank == 1) {
-      const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
+  template <int Size>
+  __device__ __forceinline__ void store(float* table, const float (&turn)[Size]) const {
 #pragma unroll
-      for (int i = 0; i < kTurned; i += 2) {
-        const int next = i + 1 < kTurned ? i + 1 : i;
-        const unsigned words[4] = {__float_as_uint(turn[i]), __float_as_uint(turn[kTurned + i]),
-                                   __float_as_uint(turn[next]), __float_as_uint(turn[kTurned + next])};
-        store_tiles(memory.at(offset) + turn_at<C>(row, (i + lane / 16) * 4) * 4, words);
-      }
-    } else {
-      float* table = reinterpret_cast<float*>(memory.base + offset);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
-    }
+    for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
   }
   // Tokens and pairs beyond the lane's first.
   static __device__ constexpr int later(int i) { return i / kTurned * 8; }
@@ -681,6 +631,12 @@ __device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) 
   const float low = rows[row], high = rows[row + 8];
 #pragma unroll
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
+}
+
+// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
+__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
+  const int lane = threadIdx.x % 32;
+  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
 }
 
 // Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
@@ -815,66 +771,65 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   using Memory = ChunkMemory<C>;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  constexpr int kPitch = Memory::kWidePitch * 2, kKind = C::kTokens * kPitch;
-  const unsigned raw = memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kRaw);
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
+  bf16* raw_z = memory.template table<bf16>(buffer, Memory::kRaw) + (C::kTokens + c) * Memory::kWidePitch + lane_column;
   const float* weights =
       memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
-  float d_fold[16], d_spread[16];
+  float d_fold[16], d_spread[16], d_gate[8];
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const unsigned own = table_fragment_at<C>(raw, kPitch, step);
-    unsigned raw_ups[4], raw_gates[4] = {};  // [column][half of the rows]
-    load_tiles(raw_ups, own);
-    if constexpr (C::kGate) load_tiles(raw_gates, own + kKind);
-    float d_gate[8];
+  for (int j = 0; j < 8; ++j) {
+    float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
+    if constexpr (C::kWeighted) {
+      const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
+                   z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+      fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
+    }
+    float sum_fold[2] = {}, sum_spread[2] = {};
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const int j = 2 * step + column;
-      float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
-      if constexpr (C::kWeighted) {
-        const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
-                     z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
-        fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
-      }
-      float sum_fold[2] = {}, sum_spread[2] = {};
+    for (int half = 0; half < 2; ++half) {
+      const bf16* own = raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j;
+      const unsigned raw_up = *reinterpret_cast<const unsigned*>(own);
+      unsigned raw_z = 0;
+      if constexpr (C::kGate) raw_z = *reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch);
+      const float2 ups = unpack2(raw_up), gates = unpack2(raw_z);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 ups = unpack2(raw_ups[2 * column + half]), gates = unpack2(raw_gates[2 * column + half]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
-          if constexpr (C::kGate) {
-            const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
-            const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
-            const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
-            sum_fold[e] += up * silu;
-            sum_spread[e] += dx * z;
-            d_gate[4 * column + 2 * half + e] = dx * (fold[e] * spread[e]);
-          } else {
-            sum_fold[e] += up;
-          }
+      for (int e = 0; e < 2; ++e) {
+        const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
+        if constexpr (C::kGate) {
+          const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
+          const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
+          const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
+          sum_fold[e] += up * silu;
+          sum_spread[e] += dx * z;
+          d_gate[j % 2 * 4 + 2 * half + e] = dx * (fold[e] * spread[e]);
+        } else {
+          sum_fold[e] += up;
         }
       }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
     }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
     if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
-      const unsigned words[4] = {Pairs16::of(d_gate[0], d_gate[1]), Pairs16::of(d_gate[2], d_gate[3]),
-                                 Pairs16::of(d_gate[4], d_gate[5]), Pairs16::of(d_gate[6], d_gate[7])};
-      store_tiles(own + kKind, words);
-    } else if constexpr (C::kGate) {
-      store_folded<C>(d_z + step * 16, d_gate, place.last - c);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<unsigned*>(raw_z + half * 8 * Memory::kWidePitch + 8 * j) =
+            Pairs16::of(d_gate[j % 2 * 4 + 2 * half], d_gate[j % 2 * 4 + 2 * half + 1]);
+      }
+    } else if (C::kGate && j % 2) {
+      store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
     }
   }
   if constexpr (C::kGate && C::kRank == 1) {  // then out in whole rows
     __syncwarp();
-    const int first = row - lane / 4 + lane / 8, piece = lane % 8 * 8;
-    const bf16* rows = memory.template table<bf16>(buffer, Memory::kRaw) + kKind / 2 + piece;
+    raw_z -= lane / 4 * Memory::kWidePitch + lane_column;
 #pragma unroll
-    for (int t = first; t < first + 16; t += 4) {
-      const uint4 words = *reinterpret_cast<const uint4*>(rows + t * Memory::kWidePitch);
-      if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + piece) = words;
+    for (int j = 0; j < 4; ++j) {
+      const int later = lane / 8 + 4 * j, own = row - lane / 4 + later;
+      const uint4 words = *reinterpret_cast<const uint4*>(raw_z + later * Memory::kWidePitch + lane % 8 * 8);
+      if (own <= place.last) {
+        *reinterpret_cast<uint4*>(in.d_z + place.token_head(own, h, C::kP) + lane % 8 * 8) = words;
+      }
     }
   }
   if constexpr (C::kWeighted) {
@@ -947,11 +902,12 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     wgmma_wait<0>();
     pin(d);
     float turn[C::kPairs / 2];
-    turn_back<C>(d, group, turn, q, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
+    turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
+                 memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
     if (i > 0) store_turns<C>(in, place, memory, i - 1);
     named_barrier(2, kTeam);
-    OwnTurns<C>().store(memory, Memory::kQueryTurns, turn);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kQueryTurns), turn);
     named_barrier(2, kTeam);
     if (thread % 32 == 0) barrier_arrive(memory.phases_free());
     if (thread == 0 && i + 1 < place.heads) {
@@ -1075,6 +1031,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+    const char* tiles = memory.base + buffer * Memory::kInput;
     barrier_wait(memory.full(buffer), i / 2 & 1);
     barrier_wait(memory.adjoint_here(), i & 1);
     {
@@ -1134,9 +1091,9 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     }
     float turn[C::kPairs / 2];
     float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
-    turn_back<C>(d, group, turn, k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns), bias);
+    turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
     barrier_wait(memory.phases_free(), i & 1);
-    OwnTurns<C>().store(memory, Memory::kKeyTurns, turn);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kKeyTurns), turn);
     named_barrier(3, kTeam);
     if (lane == 0) barrier_arrive(memory.phases_here());
     bf16* record = place.record(in, h);

@@ -8,12 +8,11 @@
 
 namespace jax_ssd {
 
-constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8;
+constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8, kRun = 8;
 
-// Run: tokens of a thread in a round.
-template <class C, int Run>
+template <class C>
 struct Runs {
-  static constexpr int kRun = Run, kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
+  static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
   static constexpr int kTokensOfBlock = kTimeWarps * kOfWarp * kRun;
   static constexpr long long kNext = C::kHeads * C::kPairs;  // from a token's pairs to the next one's
 };
@@ -23,8 +22,8 @@ struct alignas(16) SumsMemory {
   T warps[kTimeWarps][Columns], blocks[2][kMostBlocks][Columns];
 };
 
-// Sums of a number of every column of every run, for the runs before each, and of them all. A thread has the four
-// columns that begin with 4 * (its lane in the run).
+// Sums of a number of every column of every run, for the runs before each, and of them all. A thread
+// has the four columns that begin with 4 * (its lane in the run).
 template <typename T, int Lanes>
 struct ClusterSums {
   SumsMemory<T, 4 * Lanes>& memory;
@@ -61,7 +60,6 @@ struct ClusterSums {
         if (w < warp) beyond[e] += other.x[e];
       }
     }
-    if (round == 0) cluster_wait();  // all blocks are there
     if (warp < blocks && lane < Lanes) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -91,21 +89,43 @@ __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + 
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
 // in the first half of each row of the angles' gradient.
 template <class C>
-__global__ void __launch_bounds__(kTimeThreads, 4)
+__global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
                              const float* start, float* gamma, float* f, float* decay, float* phases, int batch,
                              int seq) {
-  using R = Runs<C, 8>;
-  constexpr int kRun = R::kRun;
+  using R = Runs<C>;
   using Memory = SumsMemory<unsigned, R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  cluster_arrive();
+  cluster_barrier();  // all blocks are there
   const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const long long head = ((long long)b * C::kHeads + h) * seq;
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
+
+  for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
+    const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
+    const float next = t + 1 < seq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
+    gamma[t] = mix * step;
+    f[t] = mix * step + next;
+  }
+  const int chunks = (seq + C::kTokens - 1) / C::kTokens;
+  for (int n = block * kTimeWarps + warp; n < chunks; n += blocks * kTimeWarps) {
+    const int c = 2 * lane, t = n * C::kTokens + c;
+    const float first = c < C::kTokens && t < seq ? log2_decay(1.0f, adt[t]) : 0.0f;
+    const float both = first + (c + 1 < C::kTokens && t + 1 < seq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
+    float sum = both;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_up_sync(0xffffffff, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    float before = __shfl_up_sync(0xffffffff, sum, 1);
+    if (lane == 0) before = 0.0f;
+    if (c < C::kTokens && t < seq) decay[t] = before + first;
+    if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
+  }
 
   ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
@@ -154,29 +174,6 @@ __global__ void __launch_bounds__(kTimeThreads, 4)
                                      __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
       if (begin + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
-  }
-
-  for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
-    const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
-    const float next = t + 1 < seq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
-    gamma[t] = mix * step;
-    f[t] = mix * step + next;
-  }
-  const int chunks = (seq + C::kTokens - 1) / C::kTokens;
-  for (int n = block * kTimeWarps + warp; n < chunks; n += blocks * kTimeWarps) {
-    const int c = 2 * lane, t = n * C::kTokens + c;
-    const float first = c < C::kTokens && t < seq ? log2_decay(1.0f, adt[t]) : 0.0f;
-    const float both = first + (c + 1 < C::kTokens && t + 1 < seq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
-    float sum = both;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_up_sync(0xffffffff, sum, offset);
-      if (lane >= offset) sum += other;
-    }
-    float before = __shfl_up_sync(0xffffffff, sum, 1);
-    if (lane == 0) before = 0.0f;
-    if (c < C::kTokens && t < seq) decay[t] = before + first;
-    if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
   }
 }
 

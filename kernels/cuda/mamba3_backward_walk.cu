@@ -78,7 +78,7 @@ struct Walker {
   struct Raw {
     uint4 key[kKeyTokens][C::kRank], value[kValueTokens], gate[kValueTokens];
     uint2 phase[kKeyTokens];
-    float decay[kValueTokens], f[kValueTokens], total;
+    float scale[kValueTokens], total;
   };
 
   static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
@@ -106,8 +106,8 @@ struct Walker {
       const long long t = min(own, end);
       raw.value[i] = read_once(value + t * (C::kHeads * C::kP));
       if constexpr (Backward && C::kGate) raw.gate[i] = read_once(gate + t * (C::kHeads * C::kP));
-      raw.decay[i] = decay[t];
-      raw.f[i] = Backward ? own <= end : own <= end ? f[t] : 0.0f;
+      const float a = decay[t], scale = Backward ? exp2_fast(a) : f[t] * exp2_fast(raw.total - a);
+      raw.scale[i] = own <= end ? scale : 0.0f;
     }
   }
 
@@ -153,11 +153,10 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = value_row(i), own = kOneToken ? 0 : i;
-      const float scale = raw.f[own] * exp2_fast(Backward ? raw.decay[own] : raw.total - raw.decay[own]);
       float x[8], weight[8];
       unpack8(raw.value[own], x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] *= scale;
+      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[own];
       if constexpr (C::kWeighted) {
         load8(weights + row % C::kRank * C::kP, weight);
 #pragma unroll
