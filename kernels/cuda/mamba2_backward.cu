@@ -44,8 +44,9 @@ __device__ __forceinline__ HeadTile head_tile(int chunks, int heads) {
 }  // namespace
 
 // dt [batch, seq, heads] -> step, decay [batch, heads, chunks * 128]: step sizes, 0 past the end, and the inclusive
-// running log2 decay of the chunk. Grid chunks * head tiles of 32 * batch, 256 threads.
-template <typename D, bool SharedParams, bool HasBias, bool Softplus>
+// running log2 decay of the chunk, or of each Row tokens of it: rows that share it. Grid chunks * head tiles of 32 *
+// batch, 256 threads.
+template <typename D, int Row, bool SharedParams, bool HasBias, bool Softplus>
 __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias, const float* A, float* step,
                                                   float* decay, int seq, int heads, int chunks, float low, float high) {
   __shared__ float tile[HEADS][TOKENS + 1];
@@ -73,11 +74,12 @@ __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias
       const float size = tile[h][k + lane];
       float sum = chunk * TOKENS + k + lane < seq ? log2_decay(size, rate) : 0.0f;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
+      for (int offset = 1; offset < min(Row, 32); offset *= 2) {
         const float left = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += left;
+        if (lane % Row >= offset) sum += left;
       }
-      sum += before;
+      if (k % Row == 0) before = 0;
+      if (Row >= 32) sum += before;
       before = __shfl_sync(~0u, sum, 31);
       step[at + k + lane] = size;
       decay[at + k + lane] = sum;
@@ -87,16 +89,15 @@ __global__ void __launch_bounds__(256) step_sizes(const D* dt, const float* bias
 
 namespace {
 
-constexpr int STAGES = 3;
-
 // Shared memory of a walk.
-template <int Columns, int Heads>
+template <int Columns, int Heads, int Stages>
 struct WalkMemory {
+  static constexpr int ChunksAhead = Stages / 2 + 1;  // of which some half is in memory
   static constexpr int Tiles = Columns / 64;
   static constexpr int Stage = (Heads + Tiles) * TILE;
-  static constexpr int Weights = STAGES * Stage;  // [2][Heads][128] float32
+  static constexpr int Lines = Stages * Stage;                                  // g and s, [ChunksAhead][Heads][2][128]
+  static constexpr int Weights = Lines + ChunksAhead * Heads * 2 * TOKENS * 4;  // [2][Heads][128] float32
   static constexpr int Barriers = Weights + 2 * Heads * TOKENS * 4;
-  static constexpr int Bytes = Barriers + STAGES * 8 + 1024;  // 1024: what aligning the tiles may cost
 };
 
 // Accumulators [64][Columns] of a warpgroup from or to float32 rows in memory.
@@ -133,17 +134,19 @@ __device__ __forceinline__ void store_state(const float (&state)[Columns / 2], f
 // starts, stops [rows, units, segments, 64, N] float32, null for zero. Otherwise: what a segment gives alone, from
 // zero, to starts of the segment after it, or stops of the one before.
 // Grid 2 * N / Columns * (units / Heads) * segments (if not Stores, less one) * rows, the direction varies fastest.
-template <typename T, int N, int Columns, int Heads, bool Stores>
-__global__ void __launch_bounds__(Heads * 128, 4 / Heads)
+template <typename T, int N, int Columns, int Heads, int Stages, bool Stores>
+__global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
     walk(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap B,
          const __grid_constant__ TensorMap C, const float* step, const float* decay, float* starts, float* stops,
          T* states, T* adjoints, float* dinitial, int seq, int heads, int groups, int pieces, int chunks, int segments,
          int segment_chunks, int first_row) {
-  using Memory = WalkMemory<Columns, Heads>;
+  using Memory = WalkMemory<Columns, Heads, Stages>;
+  constexpr int Together = Heads > 4 ? 1 : 4;  // products: as many as there are registers for the fragments of
   extern __shared__ char raw[];
   const unsigned base = (shared_address(raw) + 1023) & ~1023u;
-  float* weights = reinterpret_cast<float*>(raw + (base - shared_address(raw)) + Memory::Weights);
-  const unsigned full = base + Memory::Barriers;
+  char* memory = raw + (base - shared_address(raw));
+  // A stage is full when its copies have come, and free when every warp has read it.
+  const unsigned full = base + Memory::Barriers, free = full + Stages * 8;
   const Sizes sizes{seq, heads, groups, pieces, chunks};
 
   const int walked = Stores ? segments : segments - 1;
@@ -160,43 +163,44 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
   const bool last_matters = !Stores || (backwards && segment == 0 && dinitial != nullptr);
   const int stages = 2 * (last_matters ? count : count - 1);
 
-  const int piece = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int unit = first_unit + piece;
-  const size_t of_unit = size_t(local_row) * sizes.units() + unit;
-  const float* g = decay + (size_t(row) * heads + unit / pieces) * sizes.padded();
-  const float* s = step + (size_t(row) * heads + unit / pieces) * sizes.padded();
   auto chunk_at = [&](int k) { return backwards ? first + count - 1 - k : first + k; };
 
-  auto load = [&](int k) {  // half a chunk
-    const unsigned barrier = full + k % STAGES * 8, to = base + k % STAGES * Memory::Stage;
-    const int token = chunk_at(k / 2) * TOKENS + k % 2 * HALF;
-    barrier_expect(barrier, Memory::Stage);
-    for (int i = 0; i < Heads; ++i) {
-      if (backwards) {
-        copy_in(to + i * TILE, dy, 0, first_unit + i, token, row, barrier, KEEP_LAST);
-      } else {
-        copy_in(to + i * TILE, x, 0, first_unit + i, token, row, barrier, KEEP_LAST);
-      }
-    }
-    for (int i = 0; i < Memory::Tiles; ++i) {
-      if (backwards) {
-        copy_in(to + (Heads + i) * TILE, C, first_column + i * 64, group, token, row, barrier, KEEP_LAST);
-      } else {
-        copy_in(to + (Heads + i) * TILE, B, first_column + i * 64, group, token, row, barrier, KEEP_LAST);
-      }
-    }
-  };
-
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 1);
+    for (int i = 0; i < Stages; ++i) {
+      barrier_init(full + i * 8, 1);
+      barrier_init(free + i * 8, Heads * 4);
+    }
     fence_barrier_init();
   }
   __syncthreads();
   follow_earlier_kernels();
+
+  auto load = [&](int stage) {  // half a chunk
+    const unsigned barrier = full + stage % Stages * 8, to = base + stage % Stages * Memory::Stage;
+    const int token = chunk_at(stage / 2) * TOKENS + stage % 2 * HALF;
+    const bool lines = stage % 2 == 0;
+    barrier_expect(barrier, Memory::Stage + (lines ? Heads * (backwards ? 1 : 2) * TOKENS * 4 : 0));
+#pragma unroll 1
+    for (int i = 0; i < Heads; ++i) {
+      copy_in(to + i * TILE, backwards ? dy : x, 0, first_unit + i, token, row, barrier, KEEP_LAST);
+      if (!lines) continue;
+      const size_t at = (size_t(row) * heads + (first_unit + i) / pieces) * sizes.padded() + token;
+      const unsigned line = base + Memory::Lines + (stage / 2 % Memory::ChunksAhead * Heads + i) * 2 * TOKENS * 4;
+      copy_line_in(line, decay + at, TOKENS * 4, barrier);
+      if (!backwards) copy_line_in(line + TOKENS * 4, step + at, TOKENS * 4, barrier);
+    }
+#pragma unroll 1
+    for (int i = 0; i < Memory::Tiles; ++i) {
+      copy_in(to + (Heads + i) * TILE, backwards ? C : B, first_column + i * 64, group, token, row, barrier, KEEP_LAST);
+    }
+  };
   if (threadIdx.x == 0) {
-    for (int k = 0; k < min(STAGES, stages); ++k) load(k);
+    for (int stage = 0; stage < min(Stages, stages); ++stage) load(stage);
   }
 
+  const int piece = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int unit = first_unit + piece;
+  const size_t of_unit = size_t(local_row) * sizes.units() + unit;
   float state[Columns / 2];
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) state[i] = 0;
@@ -205,64 +209,61 @@ __global__ void __launch_bounds__(Heads * 128, 4 / Heads)
     load_state<Columns>(state, entered + (of_unit * segments + segment) * (WIDTH * N) + first_column, N);
   }
 
-  // A thread's token of the next chunk, loaded a chunk ahead.
-  const int token = threadIdx.x % 128;
-  float next_last = 0, next_own = 0, next_step = 0;
-  auto load_scalars = [&](int k) {
-    if (k >= count) return;
-    const size_t at = size_t(chunk_at(k)) * TOKENS;
-    next_last = g[at + TOKENS - 1], next_own = g[at + token];
-    if (!backwards) next_step = s[at + token];
-  };
-  load_scalars(0);
-
   int stage = 0;
+  auto wait_stage = [&] { barrier_wait(full + stage % Stages * 8, stage / Stages % 2); };
   for (int k = 0; k < count; ++k) {
-    const int chunk = chunk_at(k);
-    const float last = next_last;
-    if (stage < stages) {
-      // A chunk's weights are read until the barrier that ends its second half, so two buffers suffice.
-      weights[(k % 2 * Heads + piece) * TOKENS + token] =
-          backwards ? exp2_fast(next_own) : next_step * exp2_fast(last - next_own);
-      load_scalars(k + 1);
-      named_barrier(1 + piece, 128);
-    }
     if (Stores) {
       const int p = warp * 16 + lane / 4;
-      T* to = (backwards ? adjoints : states) + (of_unit * chunks + chunk) * (WIDTH * N) + first_column;
+      T* to = (backwards ? adjoints : states) + (of_unit * chunks + chunk_at(k)) * (WIDTH * N) + first_column;
       store_rows<T, Columns>(state, to + p * N, to + (p + 8) * N, true, true);
     }
     if (stage == stages) break;
+    // Of a thread's token. A chunk's weights are read until its end, so two buffers suffice.
+    float* weights = reinterpret_cast<float*>(memory + Memory::Weights) + (k % 2 * Heads + piece) * TOKENS;
+    const float* line =
+        reinterpret_cast<const float*>(memory + Memory::Lines) + (k % Memory::ChunksAhead * Heads + piece) * 2 * TOKENS;
+    wait_stage();
+    const int token = threadIdx.x % TOKENS;
+    const float own = line[token], last = line[TOKENS - 1];
+    weights[token] = backwards ? exp2_fast(own) : line[TOKENS + token] * exp2_fast(last - own);
+    named_barrier(1 + piece, 128);
     const float carried = exp2_fast(last);
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) state[i] *= carried;
     for (int half = 0; half < 2; ++half, ++stage) {
-      const unsigned tiles = base + stage % STAGES * Memory::Stage;
-      const float* weight = weights + (k % 2 * Heads + piece) * TOKENS + half * HALF;
-      barrier_wait(full + stage % STAGES * 8, stage / STAGES % 2);
-      unsigned a[4][4];
+      const unsigned tiles = base + stage % Stages * Memory::Stage;
+      const float* weight = weights + half * HALF;
+      if (half > 0) wait_stage();
 #pragma unroll
-      for (int d = 0; d < 4; ++d) {  // [64 channels][16 tokens], the tile's transpose
-        const int token = d * 16 + lane % 8 + lane / 16 * 8;
-        load_tiles_transposed(a[d], tiles + piece * TILE + swizzled(token, warp * 2 + lane / 8 % 2));
+      for (int d = 0; d < 4; d += Together) {
+        unsigned a[Together][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 w = *reinterpret_cast<const float2*>(weight + d * 16 + i / 2 * 8 + 2 * (lane % 4));
-          const float2 v = both_of<T>(a[d][i]);
-          a[d][i] = Pair<T>::of(v.x * w.x, v.y * w.y);
+        for (int i = 0; i < Together; ++i) {  // [64 channels][16 tokens], the tile's transpose
+          const int token = (d + i) * 16 + lane % 8 + lane / 16 * 8;
+          load_tiles_transposed(a[i], tiles + piece * TILE + swizzled(token, warp * 2 + lane / 8 % 2));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 w = *reinterpret_cast<const float2*>(weight + (d + i) * 16 + j / 2 * 8 + 2 * (lane % 4));
+            const float2 v = both_of<T>(a[i][j]);
+            a[i][j] = Pair<T>::of(v.x * w.x, v.y * w.y);
+          }
         }
-      }
-      wgmma_fence();
-      const unsigned long long other = column_descriptor(tiles + Heads * TILE, TILE);
+        wgmma_fence();
+        const unsigned long long other = column_descriptor(tiles + Heads * TILE, TILE);
 #pragma unroll
-      for (int d = 0; d < 4; ++d) {
-        Wgmma<T, Columns>::template registers<true>(state, a[d], advanced(other, d * 2048), true);
+        for (int i = 0; i < Together; ++i) {
+          Wgmma<T, Columns>::template registers<true>(state, a[i], advanced(other, (d + i) * 2048), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(state);
       }
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(state);
-      __syncthreads();
-      if (threadIdx.x == 0 && stage + STAGES < stages) load(stage + STAGES);
+      if (lane == 0) barrier_arrive(free + stage % Stages * 8);
+      // The stage before this one is refilled: by now most warps have read it.
+      if (threadIdx.x == 0 && stage > 0 && stage - 1 + Stages < stages) {
+        barrier_wait(free + (stage - 1) % Stages * 8, (stage - 1) / Stages % 2);
+        load(stage - 1 + Stages);
+      }
     }
   }
   if (!Stores) {
@@ -312,10 +313,10 @@ __global__ void __launch_bounds__(256)
 }
 
 // ddt [batch, seq, heads] from the gradients of s, [batch, units, chunks * 128], and of its log decay, [parts, batch,
-// units, chunks * 128], and each chunk's part of dA and d dt_bias, [batch, heads, chunks]. Grid chunks * head tiles of
-// 32 * batch, 256 threads.
-template <typename D, bool SharedParams, bool HasBias, bool Softplus>
-__global__ void __launch_bounds__(256)
+// units, chunks * 128], and each chunk's part of dA and d dt_bias, [batch, heads, chunks], or of rows that share a
+// chunk, Row tokens each, all of theirs, [rows, heads]. Grid chunks * head tiles of 32 * batch, 256 threads.
+template <typename D, int Row, bool SharedParams, bool HasBias, bool Softplus>
+__global__ void __launch_bounds__(256, Row < TOKENS ? 5 : 6)
     step_gradients(const D* dt, const float* bias, const float* A, const float* step, const float* dstep,
                    const float* ddecay, D* ddt, float* dA_part, float* dbias_part, int seq, int heads, int pieces,
                    int chunks, int parts, int batch, float low, float high) {
@@ -323,6 +324,7 @@ __global__ void __launch_bounds__(256)
   follow_earlier_kernels();
   const auto [chunk, first_head, row] = head_tile(chunks, heads);
   const int count = min(HEADS, heads - first_head), lane = threadIdx.x % 32;
+#pragma unroll 8
   for (int i = threadIdx.x; i < TOKENS * count; i += 256) {
     const int token = chunk * TOKENS + i / count;
     tile[i % count][i / count] =
@@ -333,32 +335,58 @@ __global__ void __launch_bounds__(256)
     const int head = first_head + h, of_params = (SharedParams ? 0 : row * heads) + head;
     const size_t of_head = size_t(row) * heads + head, padded = size_t(chunks) * TOKENS;
     const float rate = A[of_params], offset = HasBias ? bias[of_params] : 0.0f;
-    float dA = 0, dbias = 0;
-    for (int k = lane; k < TOKENS; k += 32) {
-      const size_t token = size_t(chunk) * TOKENS + k;
-      const float s = step[of_head * padded + token];
-      float direct = 0, da = 0;
-      for (int piece = 0; piece < pieces; ++piece) {
-        const size_t at = (of_head * pieces + piece) * padded + token;
-        direct += dstep[at];
-        for (int part = 0; part < parts; ++part) da += ddecay[part * batch * heads * pieces * padded + at];
+    // What belongs to a token comes all at once: one load after the other would take most of the kernel's time.
+    constexpr int OWN = TOKENS / 32;
+    const size_t first = of_head * pieces * padded + size_t(chunk) * TOKENS + lane;
+    float s[OWN], direct[OWN], da[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      s[i] = step[of_head * padded + size_t(chunk) * TOKENS + lane + i * 32];
+      direct[i] = dstep[first + i * 32];
+      da[i] = ddecay[first + i * 32];
+    }
+    for (int piece = 0; piece < pieces; ++piece) {
+      for (int part = 0; part < parts; ++part) {
+        const size_t at = first + piece * padded, of_part = size_t(part) * batch * heads * pieces * padded;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+          if (piece + part > 0) da[i] += ddecay[of_part + at + i * 32];
+          if (piece > 0 && part == 0) direct[i] += dstep[at + i * 32];
+        }
       }
-      if (s * (rate * LOG2E) < FLOOR) da = 0;  // cut: constant
-      float gradient = direct + rate * da, value = tile[h][k] + offset;
+    }
+    float dA[OWN], dbias[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int k = lane + i * 32;
+      const size_t token = size_t(chunk) * TOKENS + k;
+      if (s[i] * (rate * LOG2E) < FLOOR) da[i] = 0;  // cut: constant
+      float gradient = direct[i] + rate * da[i], value = tile[h][k] + offset;
       if (Softplus) {
         gradient /= 1.0f + expf(-value);
         value = softplus(value);
       }
       if (value < low || value > high || token >= seq) gradient = 0;
-      dA += token < seq ? s * da : 0.0f;
-      dbias += gradient;
+      dA[i] = token < seq ? s[i] * da[i] : 0.0f;
+      dbias[i] = gradient;
       tile[h][k] = gradient;
     }
-    dA = warp_sum(dA);
-    dbias = warp_sum(dbias);
-    if (lane == 0) {
-      dA_part[of_head * chunks + chunk] = dA;
-      if (HasBias) dbias_part[of_head * chunks + chunk] = dbias;
+    constexpr int Steps = Row > 32 ? Row / 32 : 1, Lanes = Row < 32 ? Row : 32;  // of a row
+#pragma unroll
+    for (int i = 0; i < OWN; i += Steps) {
+#pragma unroll
+      for (int j = 1; j < Steps; ++j) dA[i] += dA[i + j], dbias[i] += dbias[i + j];
+#pragma unroll
+      for (int offset = Lanes / 2; offset; offset /= 2) {
+        dA[i] += __shfl_xor_sync(~0u, dA[i], offset);
+        dbias[i] += __shfl_xor_sync(~0u, dbias[i], offset);
+      }
+      const int token = chunk * TOKENS + i * 32 + lane;
+      if (lane % Lanes == 0 && token < seq) {
+        const size_t part = Row < TOKENS ? size_t(token / Row) * heads + head : of_head * chunks + chunk;
+        dA_part[part] = dA[i];
+        if (HasBias) dbias_part[part] = dbias[i];
+      }
     }
   }
   __syncthreads();

@@ -100,18 +100,19 @@ __device__ __forceinline__ void store_sums(unsigned rows, int blocks, int rank, 
   }
 }
 
-// Sums from each of a chunk's tokens to its last, of which a lane holds four.
+// Sums from each token, of which a lane holds four, to the last of so many lanes.
+template <int Lanes>
 __device__ __forceinline__ float4 sums_to_the_end(float4 v) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % Lanes;
   v.z += v.w, v.y += v.z, v.x += v.y;
   float after = v.x;  // becomes the sum of this lane and all after it
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
+  for (int offset = 1; offset < Lanes; offset *= 2) {
     const float other = __shfl_down_sync(~0u, after, offset);
-    if (lane + offset < 32) after += other;
+    if (lane + offset < Lanes) after += other;
   }
   after = __shfl_down_sync(~0u, after, 1);
-  if (lane == 31) after = 0;
+  if (lane == Lanes - 1) after = 0;
   return {v.x + after, v.y + after, v.z + after, v.w + after};
 }
 

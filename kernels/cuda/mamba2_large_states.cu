@@ -22,7 +22,12 @@ namespace {
 // Shared memory of pair_gradients. A stage has 64 columns of B, and of C or T.
 struct PairsAt : PairMemory<3 * 2 * ROWS> {
   static constexpr int Stages = 3, Stage = 2 * ROWS;
-  static constexpr int Barriers = PairMemory<Stages * Stage>::End;
+  // [strips][128]: sums over the strip's sources. Later strips have no earlier targets: their places there are for sums
+  // by source of E M and s E M across a middle, [2][2][64]: across the chunk's and across those of its halves.
+  static constexpr int ByTarget = PairMemory<Stages * Stage>::End;
+  static constexpr int ByFar = ByTarget + HALF_STRIPS * TOKENS * 4;
+  static constexpr int ByLeaving = ByTarget + STRIPS * TOKENS * 4;  // [128]
+  static constexpr int Barriers = ByLeaving + TOKENS * 4;
   static constexpr int Bytes = Barriers + (2 * Stages + 6) * 8;
 };
 
@@ -188,8 +193,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS + 64, 1)
     weigh_leaving<T>(u, leaving, x_own, x_tile + warp * 2048 + place_in_rows(lane), leave);
     if (k > 0) barrier_wait(finished, (k - 1) % 2);
     add_all_pairs<T, At>(u, later, same, x_own, g_own, s_own, g, s, memory, x_tile, dy_tile, warp);
-    unsigned dy_own[4][4];
-    finish_sources<T, At, HasD>(u, dy_own, s_own, memory, buffer, x_tile, dy_tile, warp);
+    finish_sources<T, At, HasD>(u, x_own, s_own, memory, buffer, dy_tile, warp);
     T* to = dx + ((size_t(row) * seq + chunk * TOKENS + upper) * sizes.units() + first_unit + k) * WIDTH;
     store_rows<T, WIDTH>(u, to, to + size_t(8) * sizes.units() * WIDTH, chunk * TOKENS + upper < seq,
                          chunk * TOKENS + lower < seq);
@@ -328,7 +332,8 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
       if (lane == 0 && k + 2 < count) load(k + 2);
       if (lane == 31) entering.w += last;
       const size_t of_unit = (size_t(column_block) * batch + row) * sizes.units() + first_unit + k;
-      reinterpret_cast<float4*>(ddecay + of_unit * sizes.padded() + chunk * TOKENS)[lane] = sums_to_the_end(entering);
+      reinterpret_cast<float4*>(ddecay + of_unit * sizes.padded() + chunk * TOKENS)[lane] =
+          sums_to_the_end<32>(entering);
     }
     if constexpr (Clustered) cluster_barrier(), cluster_barrier();
     return;

@@ -29,14 +29,9 @@ struct PairMemory {
   static constexpr int Decay = Pairs + PAIR_TILES * 512;          // [2][128] float32
   static constexpr int Step = Decay + 2 * TOKENS * 4;             // [2][128]
   static constexpr int Skip = Step + 2 * TOKENS * 4;              // [2][64]
-  // [strips][128]: sums over the strip's sources. Later strips have no earlier targets: their places there are for sums
-  // by source of E M and s E M across a middle, [2][2][64]: across the chunk's and across those of its halves.
-  static constexpr int ByTarget = Skip + 2 * WIDTH * 4;
-  static constexpr int ByFar = ByTarget + HALF_STRIPS * TOKENS * 4;
-  static constexpr int ByStep = ByTarget + STRIPS * TOKENS * 4;  // [128]
-  static constexpr int ByDecay = ByStep + TOKENS * 4;            // [128]
-  static constexpr int ByLeaving = ByDecay + TOKENS * 4;         // [128]
-  static constexpr int BySkip = ByLeaving + TOKENS * 4;          // [strips][64]
+  static constexpr int ByStep = Skip + 2 * WIDTH * 4;             // [128]
+  static constexpr int ByDecay = ByStep + TOKENS * 4;             // [128]
+  static constexpr int BySkip = ByDecay + TOKENS * 4;             // [strips][64]
   static constexpr int End = BySkip + STRIPS * WIDTH * 4;
 };
 
@@ -68,14 +63,12 @@ __device__ __forceinline__ int pair_tile(int strip, int target) {
 // Four fragments of 16 rows of 64 columns, scaled by a factor for each of this lane's two rows; `rows` is its address.
 template <typename T>
 __device__ __forceinline__ void load_scaled(unsigned (&a)[4][4], unsigned rows, const float (&factor)[2]) {
+  const unsigned factors[2] = {Pair<T>::of(factor[0], factor[0]), Pair<T>::of(factor[1], factor[1])};
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     load_tiles(a[d], rows ^ d * 32);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = both_of<T>(a[d][i]);
-      a[d][i] = Pair<T>::of(v.x * factor[i % 2], v.y * factor[i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) a[d][i] = Pair<T>::product(a[d][i], factors[i % 2]);
   }
 }
 
@@ -109,12 +102,14 @@ __device__ __forceinline__ void sum_columns(const float (&column)[2][2], float* 
   }
   float one = (odd ? fold[1] : fold[0]) + __shfl_xor_sync(~0u, odd ? fold[0] : fold[1], 8);
   one += __shfl_xor_sync(~0u, one, 4);
-  if (!(lane & 4)) by_target[second * 8 + 2 * (lane % 4) + odd] = one;
+  by_target[second * 8 + 2 * (lane % 4) + odd] = one;  // two lanes the same
 }
 
 // E of 16 sources in fragments and 16 targets; `rows` is this lane's address in dy's rows as a right factor.
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&joint)[8], const unsigned (&x)[4][4], unsigned rows) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) joint[i] = 0;
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     unsigned b[4];
@@ -136,18 +131,15 @@ __device__ __forceinline__ void add_mixed(float (&u)[WIDTH / 2], const unsigned 
   }
 }
 
-// The pairs of a strip of 16 sources, whose x, g and s this warp's lanes hold, with 16 targets: adds M dy to u, E w s
-// to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the diagonal
-// tile). The sums over sources of s E M go to by_target.
+// The pairs of a strip of 16 sources, whose g and s this warp's lanes hold, with 16 targets, E in `joint`: adds M dy to
+// u, E w s to dG, and E M to the sums over targets (`later`, without a token's pair with itself, and `same`, all of the
+// diagonal tile). The sums over sources of s E M go to by_target, the targets' place.
 template <typename T, bool Diagonal>
 __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[2], float (&same)[2],
-                                          const unsigned (&x_own)[4][4], const float (&g_own)[2],
-                                          const float (&s_own)[2], const float* g, const uint4* pairs,
-                                          float4* pair_gradient, float* by_target, unsigned dy_tile, unsigned left,
-                                          unsigned right, int strip, int target) {
+                                          const float (&joint)[8], const float (&g_own)[2], const float (&s_own)[2],
+                                          const float* g, const uint4* pairs, float4* pair_gradient, float* by_target,
+                                          unsigned dy_tile, unsigned left, int strip, int target) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  float joint[8] = {};
-  multiply_rows<T>(joint, x_own, dy_tile + target * 2048 + right);
   const int at = pair_tile(strip, target);
   const uint4 packed = pairs[at * 32 + lane];
   const unsigned kept[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -160,6 +152,11 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
     float* sum = reinterpret_cast<float*>(&sums[q]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (Diagonal && q < h) {  // the last eight sources with the first eight targets
+        mixed[2 * q + h] = 0;
+        continue;
+      }
+      const bool masked = Diagonal && q == h;
       const float2 product = both_of<T>(kept[2 * q + h]);
       float m[2];
 #pragma unroll
@@ -168,7 +165,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
         const int ahead = q * 8 + 2 * quad + c - (lane / 4 + 8 * h);
         float e = joint[4 * q + 2 * h + c];
         m[c] = c ? product.y : product.x;
-        if constexpr (Diagonal) {  // a NaN times a masked weight would be one
+        if (masked) {  // a NaN times a masked weight would be one
           exponent = ahead >= 0 ? exponent : MASKED;
           e = ahead >= 0 ? e : 0.0f;
           m[c] = ahead >= 0 ? m[c] : 0.0f;
@@ -178,7 +175,7 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
         const float both = e * m[c];
         sum[2 * h + c] += e * w * s_own[h];
         if constexpr (Diagonal) same[h] += both;
-        if (!Diagonal || ahead > 0) {
+        if (!masked || ahead > 0) {
           later[h] += both;
           column[q][c] += s_own[h] * both;
         }
@@ -189,7 +186,47 @@ __device__ __forceinline__ void add_pairs(float (&u)[WIDTH / 2], float (&later)[
   pair_gradient[at * 64 + lane] = sums[0];
   pair_gradient[at * 64 + 32 + lane] = sums[1];
   add_mixed<T>(u, mixed, dy_tile + target * 2048 + left);
-  sum_columns(column, by_target + target * 16);
+  sum_columns(column, by_target);
+}
+
+// As add_pairs, of targets in a strip after the sources': w_ij = exp2(g_end - g_j) exp2(g_i - g_end), with g_end at the
+// strip's end. What is added to u and later lacks the first factor; left_s is that times s. g and by_target are the
+// targets', pairs and pair_gradient this lane's in the tile, `rows` its address in dy's 16 rows.
+template <typename T>
+__device__ __forceinline__ void add_later_pairs(float (&u)[WIDTH / 2], float (&later)[2], const float (&joint)[8],
+                                                const float (&left_s)[2], float g_end, const float* g,
+                                                const uint4* pairs, float4* pair_gradient, float* by_target,
+                                                unsigned rows) {
+  const int quad = threadIdx.x % 4;
+  const uint4 packed = *pairs;
+  const unsigned kept[4] = {packed.x, packed.y, packed.z, packed.w};
+  float4 sums[2] = {pair_gradient[0], pair_gradient[32]};
+  unsigned mixed[4];
+  float column[2][2] = {};
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const float2 g_two = *reinterpret_cast<const float2*>(g + q * 8 + 2 * quad);
+    const float right[2] = {exp2_fast(g_two.x - g_end), exp2_fast(g_two.y - g_end)};
+    const unsigned rights = Pair<T>::of(right[0], right[1]);
+    float* sum = reinterpret_cast<float*>(&sums[q]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      mixed[2 * q + h] = Pair<T>::product(kept[2 * q + h], rights);
+      const float2 product = both_of<T>(kept[2 * q + h]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float weighted = joint[4 * q + 2 * h + c] * right[c];
+        const float both = weighted * (c ? product.y : product.x);
+        sum[2 * h + c] += weighted * left_s[h];
+        later[h] += both;
+        column[q][c] += left_s[h] * both;
+      }
+    }
+  }
+  pair_gradient[0] = sums[0];
+  pair_gradient[32] = sums[1];
+  add_mixed<T>(u, mixed, rows);
+  sum_columns(column, by_target);
 }
 
 // Pairs across a middle, of a source before it and a target after it: w_ij = exp2(g_mid - g_j) exp2(g_i - g_mid).
@@ -271,12 +308,15 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   auto* pair_gradient = reinterpret_cast<float4*>(memory + Memory::PairGradient);
   const auto* pairs = reinterpret_cast<const uint4*>(memory + Memory::Pairs);
   float* by_target = reinterpret_cast<float*>(memory + Memory::ByTarget) + strip * TOKENS;
-  add_pairs<T, true>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
-                     strip, strip);
+  float joint[8];
+  multiply_rows<T>(joint, x_own, dy_tile + strip * 2048 + right);
+  add_pairs<T, true>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target + strip * 16, dy_tile,
+                     left, strip, strip);
   same[0] = same[0] - later[0], same[1] = same[1] - later[1];
   if (strip % 2 == 0) {
-    add_pairs<T, false>(u, later, same, x_own, g_own, s_own, g, pairs, pair_gradient, by_target, dy_tile, left, right,
-                        strip, strip + 1);
+    multiply_rows<T>(joint, x_own, dy_tile + (strip + 1) * 2048 + right);
+    add_pairs<T, false>(u, later, same, joint, g_own, s_own, g, pairs, pair_gradient, by_target + (strip + 1) * 16,
+                        dy_tile, left, strip, strip + 1);
   }
   // Of a half, the pairs across its middle: the warps of the sources add M dy, those of the targets do the rest.
   {
@@ -302,7 +342,7 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
 #pragma unroll
       for (int i = 0; i < HALF_STRIPS / 2; ++i) {
         const int target = middle + i, at = pair_tile(source, target);
-        float joint[8] = {};
+        float joint[8];
         multiply_rows<T>(joint, x_far, dy_tile + target * 2048 + right);
         add_far<T>(far, joint, to_mid, s_far, g_mid, g + target * 16, pairs + at * 32, pair_gradient + at * 64,
                    reinterpret_cast<float*>(memory + Memory::ByTarget) + source * TOKENS + target * 16);
@@ -354,29 +394,27 @@ __device__ __forceinline__ void add_all_pairs(float (&u)[WIDTH / 2], float (&lat
   }
 }
 
-// dx of this warp's tokens, in u, and its part of dD; loads their dy.
+// dx of this warp's tokens, in u, and its part of dD.
 template <typename T, typename Memory, bool HasD>
-__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], unsigned (&dy_own)[4][4], const float (&s_own)[2],
-                                               char* memory, int buffer, unsigned x_tile, unsigned dy_tile, int strip) {
-  const int lane = threadIdx.x % 32, quad = lane % 4;
-  const unsigned left = place_in_rows(lane);
-#pragma unroll
-  for (int d = 0; d < 4; ++d) load_tiles(dy_own[d], dy_tile + strip * 2048 + (left ^ d * 32));
+__device__ __forceinline__ void finish_sources(float (&u)[WIDTH / 2], const unsigned (&x_own)[4][4],
+                                               const float (&s_own)[2], char* memory, int buffer, unsigned dy_tile,
+                                               int strip) {
 #pragma unroll
   for (int i = 0; i < WIDTH / 2; ++i) u[i] *= s_own[i / 2 % 2];
   if constexpr (HasD) {
+    const int lane = threadIdx.x % 32, quad = lane % 4;
+    const unsigned left = place_in_rows(lane);
     const float* d_row = reinterpret_cast<const float*>(memory + Memory::Skip) + buffer * WIDTH;
-    unsigned x_own[4][4];
-#pragma unroll
-    for (int d = 0; d < 4; ++d) load_tiles(x_own[d], x_tile + strip * 2048 + (left ^ d * 32));
     float part[16];
+    unsigned dy_own[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      if (j % 2 == 0) load_tiles(dy_own, dy_tile + strip * 2048 + (left ^ j / 2 * 32));
       const float2 d = *reinterpret_cast<const float2*>(d_row + 8 * j + 2 * quad);
       part[2 * j] = part[2 * j + 1] = 0;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 v = both_of<T>(dy_own[j / 2][j % 2 * 2 + h]), w = both_of<T>(x_own[j / 2][j % 2 * 2 + h]);
+        const float2 v = both_of<T>(dy_own[j % 2 * 2 + h]), w = both_of<T>(x_own[j / 2][j % 2 * 2 + h]);
         u[4 * j + 2 * h] += d.x * v.x;
         u[4 * j + 2 * h + 1] += d.y * v.y;
         part[2 * j] += v.x * w.x;
@@ -436,7 +474,7 @@ __device__ __forceinline__ void finish_head(const char* memory, float last, unsi
   __syncwarp();
   if (lane == 0) barrier_arrive(finished);
   if (lane == 31) sum.w += last;
-  reinterpret_cast<float4*>(ddecay)[lane] = sums_to_the_end(sum);
+  reinterpret_cast<float4*>(ddecay)[lane] = sums_to_the_end<32>(sum);
   reinterpret_cast<float4*>(dstep)[lane] = direct;
   if constexpr (HasD) reinterpret_cast<float2*>(dskip)[lane] = of_skip;
 }

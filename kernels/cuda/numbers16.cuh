@@ -18,6 +18,11 @@ struct Pair<__nv_bfloat16> {
   }
   static __device__ __forceinline__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
   static __device__ __forceinline__ float high(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+  static __device__ __forceinline__ unsigned product(unsigned a, unsigned b) {
+    unsigned r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0, which changes nothing
+    return r;
+  }
   // sum + 0 * pair: stays zero as long as all pairs are finite.
   static __device__ __forceinline__ unsigned plus_zero_times(unsigned sum, unsigned pair) {
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
@@ -43,6 +48,11 @@ struct Pair<__half> {
   }
   static __device__ __forceinline__ float high(unsigned pair) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+  }
+  static __device__ __forceinline__ unsigned product(unsigned a, unsigned b) {
+    unsigned r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0, which changes nothing
+    return r;
   }
   static __device__ __forceinline__ unsigned plus_zero_times(unsigned sum, unsigned pair) {
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));

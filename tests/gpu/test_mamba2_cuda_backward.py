@@ -18,6 +18,7 @@ from tests.test_kernels_backward import operands_of
 from tests.test_plan_cuda_backward import EVERY, model
 
 BOUND = 8e-3
+ALONE = {"heads": 4, "groups": 2, "has_D": True, "has_dt_bias": True, "dt_softplus": True}  # rows may share a chunk
 SUM_BOUND = 2e-2  # those of A and dt_bias are few numbers, long sums in which much cancels
 
 
@@ -55,11 +56,19 @@ def check(p: Problem, operands: dict[str, np.ndarray] | None = None, **blocks: A
         ({**EVERY, "seq": 300, "state": 256}, {"segments": 3}),
         ({**EVERY, "batch": 3, "seq": 300, "heads": 3, "state": 512, "groups": 1}, {"row_slices": 2, "head_blocks": 2}),
         ({"seq": 140, "heads": 4, "groups": 2, "head_dim": 128, "state": 192}, {}),
+        ({**ALONE, "batch": 19, "seq": 16}, {"head_blocks": 2}),
+        ({**ALONE, "batch": 7, "seq": 32, "state": 64, "head_dim": 128}, {}),
+        ({**ALONE, "batch": 3, "seq": 64, "groups": 1}, {"head_blocks": 1}),
     ],
     ids=str,
 )
 def test_equals_the_gradients_in_float64(changes, blocks):
     check(model(**changes), **blocks)
+
+
+def test_walks_of_five_heads(monkeypatch):  # the heuristic takes them only where there are hundreds
+    monkeypatch.setattr(plan_cuda_backward, "_walk_heads", lambda *_: 5)
+    check(model(**EVERY, batch=1, seq=300, heads=10, groups=2), segments=2)
 
 
 def test_twenty_calls_give_the_same_bits():
@@ -124,6 +133,18 @@ def test_a_nan_stays_in_its_row(name):
     got = backward(p, operands, segments=2)
     for gradient in got:
         np.testing.assert_array_equal(got[gradient][[0, 2]], clean[gradient][[0, 2]], err_msg=gradient)
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "dy"])
+def test_a_nan_stays_in_its_row_of_a_shared_chunk(name):
+    p = model(**ALONE, batch=9, seq=16)
+    operands = operands_of(p)
+    clean = backward(p, operands)
+    operands[name][1] = np.nan
+    got = backward(p, operands)
+    others = np.arange(9) != 1
+    for gradient in got:
+        np.testing.assert_array_equal(got[gradient][others], clean[gradient][others], err_msg=gradient)
 
 
 @pytest.mark.parametrize("state", [64, 128, 256])
