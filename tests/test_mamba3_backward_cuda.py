@@ -13,7 +13,7 @@ from jax_ssd import config as settings
 from jax_ssd.mamba3.plan_backward import backward, heuristic
 from jax_ssd.tools.check import relative_error
 from tests import cuda_emulator, emulation
-from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, exact_gradients, flat, gradients
+from tests.mamba3_gradients import BAR, CASES, KERNELS, arguments, bar, exact_gradients, flat, gradients
 from tests.test_mamba3_plan_backward import problem
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
@@ -27,6 +27,10 @@ EMULATED = {
     "siso_model": {"heads": 1},
     "model_states": {"heads": 2},
     "model_segments": {},
+    "packed": {"heads": 1},
+    "packed_siso_float32": {"seq": 150, "cu_seqlens": (0, 64, 65, 150), "heads": 2, "groups": 1},
+    "norm_float32": {"heads": 1},
+    "packed_model_tf32": {"seq": 70, "cu_seqlens": (0, 50, 70), "heads": 1, "groups": 1},
 }
 
 
@@ -39,11 +43,31 @@ def _emulated(monkeypatch):
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_gradients_agree_with_float64(name):
-    arrays, cotangents, options = arguments(**{**CASES[name], "batch": 1, **EMULATED[name]})
+    changes = {**CASES[name], "batch": 1, **EMULATED[name]}
+    arrays, cotangents, options = arguments(**changes)
     options = tuple(options.items())
     actual = flat(gradients(arrays, cotangents, implementation=KERNELS, options=options))
     for gradient, expected in exact_gradients(arrays, cotangents, options).items():
-        assert relative_error(actual[gradient], expected) <= BAR, gradient
+        assert relative_error(actual[gradient], expected) <= bar(changes), gradient
+
+
+def test_tiles_of_fewer_rows_give_what_larger_ones_do():
+    p = problem(
+        batch=1, seq=50, heads=1, rank=3, state=64, head_dim=32, pairs=8, norm=True, sequences=2, dtype="float32"
+    )
+    config = heuristic(p, ["sm_90"])
+    assert (config.rows, config.tokens) == (64, 16)
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(b.dtype) for b in p.operands}
+    arrays["adt"], arrays["dt"] = -abs(arrays["adt"]) / 8, abs(arrays["dt"]) / 8
+    arrays["cu_seqlens"] = np.asarray([[0, 18, 50]], np.int32)
+    large, small = (
+        cuda_emulator.run(backward(p, c), arrays)
+        for c in (config, dataclasses.replace(config, rows=32, tokens=8, walk_columns=128))
+    )
+    for name in small:
+        if name.startswith("grad_"):
+            assert relative_error(small[name], large[name]) <= bar({"dtype": "float32"}), name
 
 
 @pytest.mark.parametrize(("rank", "gate"), [(None, True), (None, False), (2, True)])
@@ -62,6 +86,29 @@ def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank, gate)
             np.testing.assert_array_equal(together[name], apart[name], err_msg=name)
         if name in ("grad_q", "grad_k"):
             assert relative_error(together[name], apart[name]) <= BAR / 10, name
+
+
+@pytest.mark.parametrize("bounds", [(3, 20, 10, 90), (0, 40, 7, 20), (0, -3, 50, 40)])
+def test_bounds_out_of_order_end(bounds):
+    p = problem(batch=1, seq=40, heads=1, rank=2, state=16, head_dim=8, pairs=3, sequences=3, initial=True, final=True)
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(jax.numpy.dtype(b.dtype)) for b in p.operands}
+    found = cuda_emulator.run(backward(p), {**arrays, "cu_seqlens": np.asarray([bounds], np.int32)})
+    assert found["grad_v"].shape == (1, 40, 1, 8)
+
+
+def test_slices_of_the_batch_give_what_all_of_it_gives():
+    p = problem(batch=2, seq=40, heads=1, rank=None, initial=True, final=True)
+    config = heuristic(p, ["sm_90"])
+    rng = np.random.default_rng(0)
+    arrays = {b.name: rng.standard_normal(b.shape).astype(jax.numpy.dtype(b.dtype)) for b in p.operands}
+    arrays["adt"], arrays["dt"] = -abs(arrays["adt"]) / 8, abs(arrays["dt"]) / 8
+    whole, sliced = (
+        cuda_emulator.run(backward(p, dataclasses.replace(config, slices=slices)), arrays) for slices in (1, 2)
+    )
+    for name in whole:
+        if name.startswith("grad_"):
+            np.testing.assert_array_equal(sliced[name], whole[name], err_msg=name)
 
 
 def test_a_nan_in_one_row_leaves_the_others_alone():

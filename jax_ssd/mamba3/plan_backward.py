@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
 
 from jax_ssd import compile
 from jax_ssd.mamba3.problem import Problem
-from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
+from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, Argument, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 FILE = "mamba3_backward.cu"
-WALK_FILE, CHUNK_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu"  # by warpgroups, of sm_90
+# By warpgroups, of sm_90.
+WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
-WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS = 256, 512, 256  # threads
+WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS, CLUSTER_THREADS = 256, 512, 256, 256
+TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
+VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
-LARGEST_STATE = 128
+SMALL_ROWS = 32  # where memory is scarce
+# Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it rounding
+# errors add up. 16-bit states of all chunks by the general kernels.
+SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 128}, 128
+LARGEST_STATE = 256
 LARGEST_HEAD_DIM = 128
+LARGE_ROWS_STATE = 128  # up to which registers hold the gradients of so many rows of q or k
 WIDTH = 8  # head_dim and state are multiples of it: 16 bytes
 WALK_COLUMNS = (64, 128)  # of the state, of one block
-CHUNK_THREADS, NORMALIZE_THREADS, TIME_THREADS, SUM_THREADS = 256, 256, 1024, 256
+CHUNK_THREADS, SCHEDULE_THREADS, TIME_THREADS, SUM_THREADS = 256, 1024, 128, 256
 MOST_PARTS = 8
-GRID_ROWS = 65_535
+SUMS_OF_A_ROUND = 1_500_000  # numbers of q and k whose sums are written and read while blocks take a head
+GRID_ROWS = 65_535  # heads in a batch, and twice the packed sequences of a row
 PARAMETERS = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "D", "norm_weight")
+CALL_OPTIONS = ("mimo_v", "z", "D", "state_ssm", "d_state_ssm")  # of BackwardCall, in its order
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 
 
@@ -36,11 +48,12 @@ STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 class BackwardConfig:
     """What changes a backward's speed and memory, but not its result beyond rounding.
 
-    tokens: of a chunk; with the rank rounded up to a power of two, at most 64 rows. parts: so many blocks share the
-    heads of a group in a chunk, each with sums of its own for the gradients of q and k. walk_columns: of the state,
-    that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at once. warpgroups: walks
-    and chunks by sm_90's wgmma, for the usual sizes; walk_columns is of no meaning then. segments: into how many pieces
-    such walks cut each row.
+    tokens: of a chunk. rows: of its tiles, 32 or 64, for its tokens times the rank rounded up to a power of two. parts:
+    so many blocks share the heads of a group in a chunk, each with sums of its own for the gradients of q and k.
+    walk_columns: of the state, that a block of a walk takes; 64 make more blocks, 128 prepare values for all columns at
+    once. warpgroups: walks and chunks by sm_90's wgmma, for the usual sizes; rows are 64 and walk_columns is of no
+    meaning then. segments: into how many pieces such walks cut each row. slices: of the batch, that
+    follow each other in the same scratch.
     """
 
     tokens: int
@@ -48,42 +61,73 @@ class BackwardConfig:
     walk_columns: int = 64
     warpgroups: bool = False
     segments: int = 1
+    slices: int = 1
+    rows: int = ROWS
 
     def __post_init__(self):
-        if self.tokens < 1 or self.parts < 1 or self.segments < 1:
-            raise ValueError(f"tokens, parts and segments must be at least 1, got {self}.")
+        if min(self.tokens, self.parts, self.segments, self.slices) < 1:
+            raise ValueError(f"tokens, parts, segments and slices must be at least 1, got {self}.")
         if self.walk_columns not in WALK_COLUMNS:
             raise ValueError(f"walk_columns must be one of {WALK_COLUMNS}, got {self}.")
+        if self.rows not in (SMALL_ROWS, ROWS):
+            raise ValueError(f"rows must be {SMALL_ROWS} or {ROWS}, got {self}.")
 
 
 def heuristic(problem: Problem, archs: Sequence[str] | None = None) -> BackwardConfig:
-    """Whole tiles, and enough blocks for the last round of them to be full as well.
+    """Whole tiles, and enough blocks for the last round of them to be full as well, if sums of parts cost less.
 
     archs: those to be compiled for; None for the ones of the settings or of the GPUs here.
     """
     p = problem
-    warpgroups = serves_warpgroups(p) and set(compile.target_archs() if archs is None else archs) == {"sm_90"}
-    tokens = ROWS // p.rank if warpgroups else min(p.chunk_size or ROWS, ROWS // ranks(p), p.seq)
-    blocks = p.batch * math.ceil(p.seq / tokens) * p.groups
-    group_heads = p.heads // p.groups
+    archs = compile.target_archs() if archs is None else archs
+    warpgroups = serves_warpgroups(p) and set(archs) == {"sm_90"}
+    rows, tokens = (ROWS, ROWS // p.rank) if warpgroups else _tile(p, min(MAX_SHARED_MEMORY[arch] for arch in archs))
+    chunks, group_heads, walks = pieces(p, tokens), p.heads // p.groups, 2 * p.batch * p.heads
 
-    def rounds(parts: int) -> int:
-        return math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+    def rounds(parts: int, slices: int) -> float:
+        blocks = p.batch // slices * chunks * p.groups
+        of_chunks = slices * math.ceil(blocks * parts / MULTIPROCESSORS) * math.ceil(group_heads / parts)
+        return of_chunks + (parts * p.given["q"].size / SUMS_OF_A_ROUND if parts > 1 else 0)
 
-    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n), n))
+    def waves(slices: int) -> int:
+        return slices * math.ceil(walks // slices / (2 * MULTIPROCESSORS))
+
+    # Slices save scratch, of which there is much if chunks are short. Each must fill the multiprocessors as all do, and
+    # even then two took 5 % more time than one in SISO, which has none.
+    sliced = warpgroups and p.rank > 1
+    divisors = (n for n in range(1, p.batch + 1) if sliced and p.batch % n == 0 and waves(n) <= waves(1))
+    slices = max(divisors, default=1)
+    parts = min(range(1, min(group_heads, MOST_PARTS) + 1), key=lambda n: (rounds(n, slices), n))
     if warpgroups:
-        walks, chunks = 2 * p.batch * p.heads, math.ceil(p.seq / tokens)
         segments = max(1, min(2 * MULTIPROCESSORS // walks, chunks // SHORTEST_SEGMENT, MOST_SEGMENTS))
-        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments)
+        return BackwardConfig(tokens, parts, warpgroups=True, segments=segments, slices=slices)
     fills = 2 * p.batch * p.heads >= MULTIPROCESSORS
-    return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64)
+    return BackwardConfig(tokens, parts, 128 if p.state > 64 and fills else 64, rows=rows)
+
+
+def _tile(problem: Problem, memory: int) -> tuple[int, int]:
+    """Rows and tokens of a chunk: the most that so much shared memory holds, or the least that there are."""
+    p = problem
+    sizes = [(ROWS, ROWS // ranks(p))] if p.state <= LARGE_ROWS_STATE else []
+    sizes += [(SMALL_ROWS, SMALL_ROWS // ranks(p) // part) for part in (1, 2)]
+    sizes = [(rows, min(p.chunk_size or tokens, tokens, p.seq)) for rows, tokens in sizes]
+    fitting = (size for size in sizes if _chunk_shared(p, *size) <= memory)
+    return next(fitting, sizes[-1])
+
+
+def pieces(problem: Problem, tokens: int) -> int:
+    """Pieces of so many tokens that hold a row, each within one sequence. With packing some of them are empty."""
+    p = problem
+    return p.seq // tokens + p.sequences if "cu_seqlens" in p.given else math.ceil(p.seq / tokens)
 
 
 def serves_warpgroups(problem: Problem) -> bool:
     """Whether the kernels of sm_90 take the problem: the sizes of models, without a norm ahead of the gate."""
     p = problem
     return (
-        p.rank in WARPGROUP_RANKS
+        p.dtype == "bfloat16"
+        and "cu_seqlens" not in p.given
+        and p.rank in WARPGROUP_RANKS
         and (p.state, p.head_dim) == (WARPGROUP_STATE, WARPGROUP_HEAD_DIM)
         and p.pairs % 4 == 0
         and not p.keeps_rank
@@ -107,9 +151,8 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     kinds = 3 if weighted else 2 if "z" in p.given else 0
     weights = 3 * p.rank * wide * 4 if weighted else 0
     table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * turn * 4 + 8 * p.rank * bias * 4 + 4 * weights
-    slots = p.pairs // 2 // p.rank * 128 * 4
-    return 18 * 8192 + 2 * table + sums + slots + 80
+    sums = 2 * tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4 + 4 * weights
+    return 18 * 8192 + 2 * table + sums + 96
 
 
 def ranks(problem: Problem) -> int:
@@ -121,10 +164,8 @@ def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what these kernels do not do, naming the limit and the figure."""
     p = problem
     cure = "use implementation='xla'"
-    if p.dtype != "bfloat16":
-        raise NotImplementedError(f"the backward kernels of Mamba-3 take bfloat16, got {p.dtype}; {cure}")
-    if "cu_seqlens" in p.given:
-        raise NotImplementedError(f"the backward kernels of Mamba-3 take no packed sequences (cu_seqlens); {cure}")
+    if p.dtype not in VALUE:
+        raise NotImplementedError(f"the backward kernels of Mamba-3 take {' and '.join(VALUE)}, got {p.dtype}; {cure}")
     for name, size, most in (("state", p.state, LARGEST_STATE), ("head_dim", p.head_dim, LARGEST_HEAD_DIM)):
         if size % WIDTH or size > most:
             raise NotImplementedError(
@@ -138,6 +179,11 @@ def check_supported(problem: Problem) -> None:
     if p.batch * p.heads > GRID_ROWS:
         raise NotImplementedError(
             f"the backward kernels of Mamba-3 take up to {GRID_ROWS:,} heads in a batch, got {p.batch * p.heads:,}; "
+            f"{cure}"
+        )
+    if 2 * p.sequences > GRID_ROWS:
+        raise NotImplementedError(
+            f"the backward kernels of Mamba-3 take up to {GRID_ROWS // 2:,} packed sequences, got {p.sequences:,}; "
             f"{cure}"
         )
 
@@ -154,7 +200,37 @@ def backward(problem: Problem, config: BackwardConfig | None = None, archs: Sequ
     check_supported(problem)
     if config is not None:
         _check_config(problem, config)
-    return _Builder(problem, config or heuristic(problem, archs)).plan()
+    config = config or heuristic(problem, archs)
+    plan = _Builder(_slice(problem, config.slices), config).plan()
+    return plan if config.slices == 1 else _of_slices(problem, plan, config.slices)
+
+
+def _slice(problem: Problem, slices: int) -> Problem:
+    """The part of a call that has an equal part of the batch."""
+    p, batch = problem, problem.batch // slices
+    operands = (replace(b, shape=(batch, *b.shape[1:])) if b.shape[0] == p.batch else b for b in p.operands)
+    return replace(p, batch=batch, param_rows=min(p.param_rows, batch), operands=tuple(operands))
+
+
+def _of_slices(problem: Problem, plan: Plan, slices: int) -> Plan:
+    """The plan of a slice for one after the other, from the same scratch."""
+    whole = {b.name: b for b in problem.operands}
+    whole |= {b.name: replace(b, shape=(problem.batch, *b.shape[1:])) for b in plan.results}
+
+    def of_slice(argument: Argument, index: int) -> Argument:
+        if not isinstance(argument, ArrayArg) or argument.buffer not in whole:
+            return argument
+        own = plan.buffers[argument.buffer]
+        offset = 0 if whole[own.name].shape == own.shape else index * own.size
+        return replace(argument, shape=own.shape, offset=offset)
+
+    launches = (
+        replace(launch, arguments=tuple(of_slice(argument, index) for argument in launch.arguments))
+        for index in range(slices)
+        for launch in plan.launches
+    )
+    results = tuple(whole[b.name] for b in plan.results)
+    return replace(plan, operands=problem.operands, results=results, launches=tuple(launches))
 
 
 def _check_config(problem: Problem, config: BackwardConfig) -> None:
@@ -164,6 +240,8 @@ def _check_config(problem: Problem, config: BackwardConfig) -> None:
         raise ValueError(
             f"BackwardConfig.parts must leave heads to each part, got {config.parts} of {group_heads} heads in a group."
         )
+    if p.batch % config.slices:
+        raise ValueError(f"BackwardConfig.slices must divide the batch, got {config.slices} of {p.batch}.")
     if config.warpgroups and not (serves_warpgroups(p) and config.tokens * p.rank == ROWS):
         raise ValueError(
             f"BackwardConfig.warpgroups takes a state of {WARPGROUP_STATE}, a head_dim of {WARPGROUP_HEAD_DIM} and "
@@ -176,14 +254,20 @@ class _Builder:
 
     def __init__(self, problem: Problem, config: BackwardConfig):
         p, self.problem, self.config = problem, problem, config
-        if config.tokens * ranks(p) > ROWS:
-            raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {ROWS}")
+        if config.rows > SMALL_ROWS and p.state > LARGE_ROWS_STATE:
+            raise NotImplementedError(
+                f"tiles of {config.rows} rows take a state up to {LARGE_ROWS_STATE}, got {p.state}"
+            )
+        if config.tokens * ranks(p) > config.rows:
+            raise NotImplementedError(f"{config.tokens} tokens of {ranks(p)} rows, a tile has {config.rows}")
         self.norm = "norm_weight" in p.given
-        self.chunks = math.ceil(p.seq / config.tokens)
+        self.chunks = pieces(p, config.tokens)
         self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
         self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
+        span = WARPGROUP_SPAN if config.warpgroups else SPAN[p.dtype]
+        self.span = max(1, span // config.tokens) * config.tokens
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
-        self.wide_state, self.wide_head_dim = _multiple(p.state, 64), _multiple(p.head_dim, 32)
+        self.wide_state, self.wide_head_dim = _wide(p)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
         moving = [b for b in p.operands if b.name not in ("dy", "cu_seqlens") and not b.name.startswith("d_")]
         self.results = tuple(
@@ -191,20 +275,26 @@ class _Builder:
             for b in moving
         )
         heads, states = (p.batch, p.heads, p.seq), (p.batch, p.heads, self.chunks, p.state, p.head_dim)
+        floats = {
+            **dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads),
+            "moments": (p.batch, p.heads, pieces(p, self.span), p.pairs),
+        }
+        if p.dtype == "float32":
+            floats["rest"] = heads
+        if self.summed_parts:
+            floats |= dict.fromkeys(("q_sums", "k_sums"), (config.parts, *p.given["q"].shape))
+        if self.segments > 1:
+            floats["ends"] = (2, p.batch, p.heads, self.segments, p.head_dim, p.state)
+        if "state_ssm" in p.given:
+            floats["d_delta"] = (p.batch, p.sequences, p.heads)
+            if "mimo_v" in p.given:
+                floats["mimo_of_states"] = (p.batch, p.sequences, p.heads, p.rank, p.head_dim)
+        values = {"states": states, "adjoints": states}
+        if self.norm:
+            values["normed"] = (*heads, p.rank, p.head_dim)
         self.scratch = (
-            *(Buffer(name, heads, "float32") for name in ("gamma", "f", "decay", "d_f", "d_gamma")),
-            Buffer("states", states, "bfloat16"),
-            Buffer("adjoints", states, "bfloat16"),
-            *(
-                Buffer(name, (config.parts, *p.given["q"].shape), "float32")
-                for name in (("q_sums", "k_sums") if self.summed_parts else ())
-            ),
-            *([Buffer("normed", (*heads, p.rank, p.head_dim), "bfloat16")] if self.norm else []),
-            *(
-                [Buffer("ends", (2, p.batch, p.heads, self.segments, p.head_dim, p.state), "float32")]
-                if self.segments > 1
-                else []
-            ),
+            *(Buffer(name, shape, "float32") for name, shape in floats.items()),
+            *(Buffer(name, shape, p.dtype) for name, shape in values.items()),
             Buffer(
                 "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
             ),
@@ -214,44 +304,66 @@ class _Builder:
     def plan(self) -> Plan:
         p = self.problem
         rows = p.batch * p.heads
-        steps = ("dt", "trap")
-        schedule = ("angles", "adt", *steps, "state_angle", "gamma", "f", "decay", "grad_angles")
+        steps, final = ("dt", "trap"), ("d_state_angle", "d_state_k", "d_state_v")
+        schedule = ("angles", "adt", *steps, "state_angle", "cu_seqlens", "gamma", "f", "decay", "rest", "grad_angles")
         arrays, weights = ("q", "k", "v", "z", "dy"), ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z")
         inputs = (*arrays, "normed", *weights)
-        walk = (*inputs, "f", "decay", "grad_angles", *steps, *STATE[1:], "d_state_ssm", "states", "adjoints")
-        chunk = (*inputs, "D", "gamma", "f", "decay", "states", "adjoints", "d_state_angle", "d_state_k", "d_state_v")
+        walk = (*inputs, "f", "decay", "rest", "grad_angles", *steps, *STATE[1:], "d_state_ssm", "cu_seqlens")
+        walk += ("states", "adjoints", "grad_state_ssm")
+        chunk = (*inputs, "D", "gamma", "f", "decay", "rest", "states", "adjoints", *final, "cu_seqlens")
         chunk += ("grad_angles", "grad_adt", "d_f", "d_gamma", "grad_v", "grad_z", "q_sums", "k_sums", "records")
-        normalize = ("D", "norm_weight", "gamma", "f", "decay", "grad_angles", "states", "normed", "grad_z", "records")
+        normalize = (*arrays, *weights, "D", "norm_weight", "gamma", "f", "decay", "rest", "grad_angles", "states")
+        normalize += ("cu_seqlens", "normed", "grad_z", "records")
+        state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", *final, "cu_seqlens", "grad_state_angle")
+        state += ("grad_state_k", "grad_state_v", "mimo_of_states", "d_delta")
         parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
-        time = ("angles", *steps, "d_f", "d_gamma", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
+        time = ("angles", *steps, "d_f", "d_gamma", "moments", "d_delta", "cu_seqlens", "grad_angles", "grad_dt")
+        time += ("grad_trap", "grad_state_angle")
         blocks = p.batch * self.chunks * p.groups * self.config.parts
-        grid_sums = (math.ceil(p.given["q"].size / WIDTH / SUM_THREADS), 2, 1)
-        group_sums = self.launch("group_sums", grid_sums, SUM_THREADS, ("q_sums", "k_sums", "grad_q", "grad_k"))
-        launches = [
-            self.launch("schedule", (rows, 1, 1), TIME_THREADS, schedule),
-            *(
-                self.warpgroup_launches(walk, chunk)
-                if self.config.warpgroups
-                else [
-                    *self.walks((*walk, "grad_state_ssm"), (*arrays, *weights, *normalize)),
-                    self.launch("chunk", (blocks, 1, 1), CHUNK_THREADS, chunk, self.chunk_shared()),
-                ]
+        spans = rows * pieces(p, self.span)
+        return Plan(
+            "mamba3_backward",
+            p.operands,
+            self.results,
+            self.scratch,
+            (
+                *(
+                    self.warpgroup_launches(schedule, walk, chunk)
+                    if self.config.warpgroups
+                    else [
+                        self.launch("schedule", (rows * p.sequences, 1, 1), SCHEDULE_THREADS, schedule),
+                        *self.walks(walk, normalize),
+                        self.launch(
+                            "chunk",
+                            (blocks, 1, 1),
+                            CHUNK_THREADS,
+                            chunk,
+                            _chunk_shared(p, self.config.rows, self.config.tokens),
+                        ),
+                    ]
+                ),
+                *(
+                    [self.sums("group_sums", (p.given["q"].size // WIDTH, 2), ("q_sums", "k_sums", "grad_q", "grad_k"))]
+                    if self.summed_parts
+                    else []
+                ),
+                *(
+                    [self.launch("state_gradients", (rows * p.sequences, 1, 1), SUM_THREADS, state)]
+                    if "state_ssm" in p.given
+                    else []
+                ),
+                self.sums(
+                    "parameter_sums",
+                    (p.heads * self.record // 2, p.batch),
+                    ("records", *(f"grad_{name}" for name in parameters), "mimo_of_states"),
+                    template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
+                ),
+                self.sums(
+                    "moments", (spans * p.pairs, 1), ("states", "adjoints", "grad_angles", "cu_seqlens", "moments")
+                ),
+                self.launch("time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time),
             ),
-            *([group_sums] if self.summed_parts else []),
-            self.launch(
-                "parameter_sums",
-                (math.ceil(p.heads * self.record / 2 / SUM_THREADS), p.batch, 1),
-                SUM_THREADS,
-                ("records", *(f"grad_{name}" for name in parameters)),
-                template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
-            ),
-            self.launch("time_gradients", (rows, 1, 1), TIME_THREADS, time),
-        ]
-        if "state_ssm" in p.given:
-            state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", "grad_state_k", "grad_state_v")
-            state += ("grad_mimo_v", "grad_dt", "grad_trap")
-            launches.append(self.launch("state_gradients", (rows, 1, 1), SUM_THREADS, state))
-        return Plan("mamba3_backward", p.operands, self.results, self.scratch, tuple(launches))
+        )
 
     def walks(self, walk: tuple[str, ...], normalize: tuple[str, ...]) -> list[Launch]:
         """Both directions at once, unless a norm needs the states for the adjoints of what it was given."""
@@ -261,64 +373,65 @@ class _Builder:
 
         def directions(first: int, count: int) -> Launch:
             scalar = (ScalarArg(first, "int32"),)
-            return self.launch("walk", (*grid, count), 4 * columns, walk, self.walk_shared(), scalar)
+            return self.launch(
+                "walk", (*grid, count * p.sequences), 4 * columns, walk, self.walk_shared(), scalars=scalar
+            )
 
         if not self.norm:
             return [directions(0, 2)]
         grid_normalize, shared = (self.chunks, p.batch * p.heads, 1), self.normalize_shared()
-        ahead = self.launch("normalize", grid_normalize, NORMALIZE_THREADS, normalize, shared)
+        ahead = self.launch("normalize", grid_normalize, 4 * self.config.rows, normalize, shared)
         return [directions(0, 1), ahead, directions(1, 1)]
 
-    def warpgroup_launches(self, walk: tuple[str, ...], chunk: tuple[str, ...]) -> list[Launch]:
+    def warpgroup_launches(
+        self, schedule: tuple[str, ...], walk: tuple[str, ...], chunk: tuple[str, ...]
+    ) -> list[Launch]:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
-        p, rows = self.problem, self.problem.batch * self.problem.heads
-        given = p.given
-        call = ", ".join(
-            [*map(str, (p.heads, p.groups, p.rank, p.pairs))]
-            + [
-                "true" if option else "false"
-                for option in (
-                    p.rotary == "half",
-                    p.param_rows == 1,
-                    "mimo_v" in given,
-                    "z" in given,
-                    "D" in given,
-                    "state_ssm" in given,
-                    "d_state_ssm" in given,
-                )
-            ]
-        )
-
-        def launch(
-            file: str, name: str, more: str, grid: tuple[int, int, int], threads: int, shared: int,
-            arrays: tuple[str, ...], *numbers: int
-        ) -> Launch:  # fmt: skip
-            """Absent arrays are never touched; any other stands in for them."""
-            arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
-            expression = f"jax_ssd::mamba3_backward_{name}<jax_ssd::BackwardCall<{call}>{more}>"
-            kernel = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
-            scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-            return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=True)
-
+        p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
-        walk = (*(name for name in walk if name != "normed"), "grad_state_ssm", "ends")
+        general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
+        schedule = tuple(name for name in schedule if name not in general)
+        walk = (*(name for name in walk if name not in general), "ends")
         starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
-            return launch(WALK_FILE, "walk", f", {ends_only}", grid, WALK_TEAM, shared, walk, *segments)
+            return launch(WALK_FILE, f"walk{ends_only}", grid, WALK_TEAM, walk, shared, segments)
 
-        launches = [walks("false")]
+        launches = [walks(", false")]
         if self.segments > 1:
             grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
-            between = launch(WALK_FILE, "starts", "", grid, STARTS_THREADS, 0, starts, *segments)
-            launches = [walks("true"), between, *launches]
+            between = launch(WALK_FILE, "starts", grid, STARTS_THREADS, starts, 0, segments)
+            launches = [walks(", true"), between, *launches]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
-        chunk = tuple(name for name in chunk if name != "normed")
+        chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
-        shared = warpgroup_chunk_shared(p)
-        parts = self.config.parts
-        return [*launches, launch(CHUNK_FILE, "chunk", "", (blocks, 1, 1), CHUNK_TEAMS, shared, chunk, parts)]
+        shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
+        return [
+            launch(TIME_FILE, "schedule", (TIME_BLOCKS, rows, 1), CLUSTER_THREADS, schedule, clustered=True),
+            *launches,
+            launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
+        ]
+
+    def warpgroup_launch(
+        self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
+        numbers: tuple[int, ...] = (), clustered: bool = False
+    ) -> Launch:  # fmt: skip
+        """name: the kernel's, with what follows the call among its template arguments. Absent arrays are never touched;
+        any other stands in for them."""
+        p, given = self.problem, self.problem.given
+        options = (p.rotary == "half", p.param_rows == 1, *(option in given for option in CALL_OPTIONS))
+        call = ", ".join([*map(str, (p.heads, p.groups, p.rank, p.pairs)), *(str(o).lower() for o in options)])
+        kernel, _, more = name.partition(",")
+        expression = (
+            f"jax_ssd::mamba3_backward_{kernel}<jax_ssd::BackwardCall<{call}>{', ' * bool(more)}{more.strip()}>"
+        )
+        arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
+        scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
+        cluster = (TIME_BLOCKS, 1, 1) if clustered else None
+        source = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
+        pdl = name != "schedule"
+        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, cluster, pdl)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
@@ -327,8 +440,13 @@ class _Builder:
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
         kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
-        pdl = self.config.warpgroups and name != "schedule"
+        pdl = self.config.warpgroups
         return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
+
+    def sums(self, name: str, count: tuple[int, int], arrays: tuple[str, ...], template: str = "") -> Launch:
+        """A thread for each of so many sums, in rows of blocks."""
+        grid = (math.ceil(count[0] / SUM_THREADS), count[1], 1)
+        return self.launch(name, grid, SUM_THREADS, arrays, template=template)
 
     def options(self) -> tuple[str, ...]:
         p, given = self.problem, self.problem.given
@@ -342,7 +460,11 @@ class _Builder:
             "STATE": p.state,
             "HEAD_DIM": p.head_dim,
             "PAIRS": p.pairs,
+            "ROWS": self.config.rows,
             "TOKENS": self.config.tokens,
+            "SPAN": self.span,
+            "SEQUENCES": p.sequences,
+            "PACKED": "cu_seqlens" in given,
             "PARTS": self.config.parts,
             "SHARED_PARAMS": p.param_rows == 1,
             "HALF_ROTARY": p.rotary == "half",
@@ -353,33 +475,52 @@ class _Builder:
             "HAS_NORM": "norm_weight" in given,
             "HAS_STATE": "state_ssm" in given,
             "HAS_FINAL": "d_state_ssm" in given,
+            "PANELS": self.config.warpgroups,
+            "PASSES": 3 if p.dtype == "float32" and p.precision == "highest" else 1,
             "WALK_COLUMNS": self.config.walk_columns,
-            "CHUNK_SHARED": self.chunk_shared(),
+            "CHUNK_SHARED": _chunk_shared(p, self.config.rows, self.config.tokens),
             "WALK_SHARED": self.walk_shared(),
             "NORMALIZE_SHARED": self.normalize_shared(),
         }
-        return (*(f"-D{name}={int(value)}" for name, value in sizes.items()), f"-DNORM_EPS={p.norm_eps!r}f")
+        more = (f"-DVALUE={VALUE[p.dtype]}", f"-DNORM_EPS={p.norm_eps!r}f")
+        return (*(f"-D{name}={int(value)}" for name, value in sizes.items()), *more)
 
     def walk_shared(self) -> int:
         """Two buffers of a chunk's rows, and the parameters of all ranks."""
-        columns = self.config.walk_columns
-        rows = 2 * ROWS * (columns + 8 + self.wide_head_dim + 8) * 2
+        columns, size = self.config.walk_columns, jnp.dtype(self.problem.dtype).itemsize
+        rows = 2 * self.config.rows * (columns + 8 + self.wide_head_dim + 8) * size
         return rows + ranks(self.problem) * (2 * columns + 3 * self.wide_head_dim) * 4
-
-    def chunk_shared(self) -> int:
-        """Rows of q, k, v and dO, both states, both products of rows with rows, phases, and slots of sums."""
-        state, head_dim = self.wide_state, self.wide_head_dim
-        tiles = 2 * ROWS * (state + 8 + head_dim + 8) + 2 * state * (head_dim + 8) + 2 * ROWS * (ROWS + 8)
-        tables = 4 * self.config.tokens * self.problem.pairs
-        slots = 32 * ROWS + 24 + (6 * ranks(self.problem) * head_dim if "mimo_v" in self.problem.given else 0)
-        return 2 * tiles + 4 * (tables + slots)
 
     def normalize_shared(self) -> int:
         """Rows of q, k and v, a state, products of rows with rows, phases, and slots of sums."""
-        state, head_dim = self.wide_state, self.wide_head_dim
-        tiles = ROWS * (2 * (state + 8) + head_dim + 8) + state * (head_dim + 8) + ROWS * (ROWS + 8)
-        sums = 11 * ROWS + 2 * (2 * ranks(self.problem) + 1) * head_dim
-        return 2 * tiles + 8 * self.config.tokens * self.problem.pairs + 4 * sums
+        p, rows = self.problem, self.config.rows
+        state, head_dim, product = (_pitch(p, size) for size in (self.wide_state, self.wide_head_dim, rows))
+        tiles = rows * (2 * state + head_dim + product) + self.wide_state * head_dim
+        sums = 12 * rows + rows // SMALL_ROWS * (2 * ranks(p) + 1) * self.wide_head_dim
+        return tiles + 8 * self.config.tokens * p.pairs + 4 * sums
+
+
+def _chunk_shared(problem: Problem, rows: int, tokens: int) -> int:
+    """Rows of q, k, v and dO, both states, both products of rows with rows, phases, and slots of sums."""
+    p = problem
+    wide_state, wide_head_dim = _wide(p)
+    state, head_dim, product = (_pitch(p, size) for size in (wide_state, wide_head_dim, rows))
+    tiles = 2 * rows * (state + head_dim + product) + 2 * wide_state * head_dim
+    phases = 8 * tokens * p.pairs
+    # In float32 what the phases get lies where the products were, if it fits there.
+    tables = phases if p.dtype == "float32" and phases <= 2 * rows * product else 2 * phases
+    slots = 34 * rows + 24 + (3 * rows // SMALL_ROWS * ranks(p) * wide_head_dim if "mimo_v" in p.given else 0)
+    return tiles + tables + 4 * slots
+
+
+def _wide(problem: Problem) -> tuple[int, int]:
+    """State and head_dim of tiles."""
+    return _multiple(problem.state, 64), _multiple(problem.head_dim, 32)
+
+
+def _pitch(problem: Problem, columns: int) -> int:
+    """Bytes from one row of a tile to the next."""
+    return columns * jnp.dtype(problem.dtype).itemsize + 16
 
 
 def _multiple(size: int, of: int) -> int:

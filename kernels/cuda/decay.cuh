@@ -25,6 +25,13 @@ __device__ __forceinline__ float log2_fast(float v) {
   return r;
 }
 
+// 1 / v by the hardware; zero where that is not a normal float32.
+__device__ __forceinline__ float rcp_fast(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 // exp(v) for v <= 0 within about one rounding; the hardware exponential alone loses log2(|v|) bits.
 __device__ __forceinline__ float exp_of_negative(float v) {
   v = v < -104.0f ? -104.0f : v;  // zero in float32 below; a NaN stays

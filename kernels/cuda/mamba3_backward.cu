@@ -1,8 +1,8 @@
-// The gradients of a Mamba-3 scan in bfloat16, chunk by chunk, with states and their adjoints recomputed.
+// The gradients of a Mamba-3 scan, chunk by chunk, with states and their adjoints recomputed.
 //
-// Tokens and ranks of a chunk are the 64 rows of a tile: row c * kRanks + r, kRanks the rank rounded up to a power of
-// two, so that a thread's rows of an mma accumulator have known ranks. Rows of no token or no rank are zero. Columns of
-// q and k are kept in the order in which rotated pairs are neighbours, whatever the order in memory: a thread's two
+// Tokens and ranks of a chunk are the rows of a tile: row c * kRanks + r, kRanks the rank rounded up to a power of two,
+// so that a thread's rows of an mma accumulator have known ranks. Rows of no token or no rank are zero. Columns of q
+// and k are kept in the order in which rotated pairs are neighbours, whatever the order in memory: a thread's two
 // neighbouring accumulators are then one pair. Notation of a chunk, a the running sum of adt in it, T the adjoint of
 // the state after it, f = gamma + delta of the next token:
 //
@@ -19,33 +19,44 @@
 #include "async_copy.cuh"
 #include "decay.cuh"
 #include "fragments.cuh"
+#include "mamba3_backward_numbers.cuh"
 #include "mamba3_phase.cuh"
-#include "mamba3_products.cuh"
 #include "shared_memory.cuh"
 
 namespace {
 
 using namespace jax_ssd;
-using bf16 = __nv_bfloat16;
+using Value = VALUE;  // of q, k, v, z and dy, of tiles and of the states that are kept
 
 constexpr int kSeq = SEQ, kHeads = HEADS, kGroups = GROUPS, kRank = RANK, kRanks = RANKS, kN = STATE, kP = HEAD_DIM;
-constexpr int kBatch = BATCH, kPairs = PAIRS, kTokens = TOKENS;  // rotated pairs; tokens of a chunk
-constexpr int kParts = PARTS;                                    // blocks that share the heads of a group
+constexpr int kBatch = BATCH, kPairs = PAIRS, kRows = ROWS, kTokens = TOKENS;  // rotated pairs; rows, tokens of a chunk
+constexpr int kParts = PARTS;                                                  // blocks that share a group's heads
 constexpr bool kSharedParams = SHARED_PARAMS, kHalf = HALF_ROTARY, kSiso = SISO, kKeepsRank = KEEPS_RANK;
 constexpr bool kHasGate = HAS_GATE, kHasSkip = HAS_SKIP, kHasNorm = HAS_NORM, kHasState = HAS_STATE;
-constexpr bool kHasFinal = HAS_FINAL;
+constexpr bool kHasFinal = HAS_FINAL, kPacked = PACKED;
+constexpr bool kExact = sizeof(Value) == 4;  // sums of decays, sines and cosines to the last bit or two
+constexpr int kPasses = PASSES;              // of float32 products
+constexpr bool kPanels = PANELS;             // states are kept as warpgroups keep them
 constexpr float kNormEps = NORM_EPS;
 
-constexpr int kRows = 64;
-constexpr int kChunks = (kSeq + kTokens - 1) / kTokens;
+constexpr int kSequences = SEQUENCES;  // that a row holds
+constexpr int kSpan = SPAN;            // tokens over which phases' gradients are summed; whole chunks
+// Pieces of so many tokens that a row is cut into.
+__host__ __device__ constexpr int pieces(int tokens) {
+  return kPacked ? kSeq / tokens + kSequences : (kSeq + tokens - 1) / tokens;
+}
+constexpr int kChunks = pieces(kTokens), kSpans = pieces(kSpan);
 constexpr int kGroupHeads = kHeads / kGroups;
 constexpr int kPartHeads = (kGroupHeads + kParts - 1) / kParts;
-constexpr int kWideN = (kN + 63) / 64 * 64, kWideP = (kP + 31) / 32 * 32;       // of tiles
-constexpr int kPitchN = kWideN + 8, kPitchP = kWideP + 8, kPitchM = kRows + 8;  // 16 bytes more: no bank conflicts
-constexpr int kRankedToken = kHeads * kP * (kKeepsRank ? kRank : 1);            // of dy
+constexpr int kWideN = (kN + 63) / 64 * 64, kWideP = (kP + 31) / 32 * 32;  // of tiles
+constexpr int kUnit = 16 / sizeof(Value);                                  // numbers in 16 bytes
+// 16 bytes more: no bank conflicts.
+constexpr int kPitchN = kWideN + kUnit, kPitchP = kWideP + kUnit, kPitchM = kRows + kUnit;
+constexpr int kRankedToken = kHeads * kP * (kKeepsRank ? kRank : 1);  // of dy
 constexpr float kPi = 3.14159265358979f;
 
-static_assert(kTokens * kRanks <= kRows && kRank <= kRanks);
+static_assert(kTokens * kRanks <= kRows && kRank <= kRanks && kSpan % kTokens == 0);
+static_assert(kRows == 32 || kRows == 64);
 
 // A chunk's part of the parameters' gradients, of one head: float32, in this order.
 constexpr int kQBiasAt = 0, kKBiasAt = kRank * kN, kMimoVAt = 2 * kRank * kN, kMimoOAt = kMimoVAt + kRank * kP;
@@ -59,11 +70,85 @@ __device__ inline long long token_head(int b, int t, int h) { return ((long long
 __device__ inline long long head_token(int b, int h, int t) { return ((long long)b * kHeads + h) * kSeq + t; }
 __device__ inline int param_row(int b) { return kSharedParams ? 0 : b; }
 
+// Of the states that sequence j of a row begins or ends with.
+__device__ inline long long state_row(int b, int j, int h) { return ((long long)b * kSequences + j) * kHeads + h; }
+
+// One of the packed sequences of a row, or all of the row; tokens from first to end. The bounds of rows are data:
+// whatever they are, 0 <= first, end <= kSeq.
+struct Sequence {
+  int number, first, end;
+
+  __device__ int tokens() const { return max(0, end - first); }
+  // Pieces of Tokens tokens are cut from each sequence's start. The first of them, among the row's.
+  template <int Tokens>
+  __device__ int piece() const {
+    return first / Tokens + number;
+  }
+};
+
+__device__ inline int start_of(const int* bounds, int j) {
+  return j == 0 ? 0 : j == kSequences ? kSeq : min(max(bounds[j], 0), kSeq);
+}
+
+__device__ inline Sequence sequence_of(const int* bounds, int b, int j) {
+  if constexpr (!kPacked) return {0, 0, kSeq};
+  bounds += (long long)b * (kSequences + 1);
+  return {j, start_of(bounds, j), start_of(bounds, j + 1)};
+}
+
+// A piece of Tokens tokens of a row, from t0 to t0 + last; -1 if it has none.
+struct Piece {
+  Sequence of;
+  int t0, last;
+};
+
+template <int Tokens>
+__device__ inline Piece piece_of(const int* bounds, int b, int piece) {
+  int low = 0;
+  if constexpr (kPacked) {
+    for (int high = kSequences; high - low > 1;) {  // the last sequence that begins with this piece or before
+      const int middle = (low + high) / 2;
+      (start_of(bounds + (long long)b * (kSequences + 1), middle) / Tokens + middle <= piece ? low : high) = middle;
+    }
+  }
+  const Sequence of = sequence_of(bounds, b, low);
+  const int t0 = of.first + (piece - of.piece<Tokens>()) * Tokens;
+  return {of, t0, max(0, min(Tokens, of.end - t0)) - 1};
+}
+
 __device__ inline float sigmoid(float x) {  // 0 for -inf
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + exp2_fast(-LOG2E * x)));
   return r;
 }
+
+// Of the previous token's key and value, at a token.
+__device__ inline float delta_of(float dt, float trap) { return dt / (1.0f + expf(trap)); }
+
+// Sums of decays in base 2.
+template <bool Exact>
+struct SumOf {
+  using Type = float;
+  static __device__ inline float log2_decay(float adt) { return jax_ssd::log2_decay(1.0f, adt); }
+};
+template <>
+struct SumOf<true> {
+  using Type = double;
+  static __device__ inline double log2_decay(float adt) {
+    const double step = adt * 1.4426950408889634;
+    return step < FLOOR ? FLOOR : step;  // a NaN stays
+  }
+};
+
+__device__ inline void sincos_of(unsigned phase, float& sine, float& cosine) {
+  if constexpr (kExact) {
+    sincos_of_phase(phase, sine, cosine);
+  } else {
+    sincos_of_phase_fast(phase, sine, cosine);
+  }
+}
+
+__device__ inline float tanh_of(float x) { return kExact ? tanhf(x) : 1.0f - 2.0f * sigmoid(-2.0f * x); }
 
 // By every kernel, first of all: the next one may be launched while this one ends, as this one may have been.
 __device__ inline void begin() {
@@ -79,84 +164,8 @@ __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, static_ca
 // Brings the line at an address to the L2 cache.
 __device__ inline void want(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-__device__ inline float2 unpack(unsigned pair) { return make_float2(low_of_pair(pair), high_of_pair(pair)); }
-
-__device__ inline void unpack8(uint4 words, float* values) {
-  const unsigned word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack(word[i]);
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
-  }
-}
-
-__device__ inline float2 load_pair(const bf16* p) { return unpack(*reinterpret_cast<const unsigned*>(p)); }
-__device__ inline void store_pair(bf16* p, float a, float b) { *reinterpret_cast<unsigned*>(p) = bfloat16_pair(a, b); }
-
 __device__ inline void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-template <bool Transposed>
-__device__ inline void load_matrices(unsigned (&d)[4], unsigned address) {
-  if constexpr (Transposed) {
-    load_tiles_transposed(d, address);
-  } else {
-    load_tiles(d, address);
-  }
-}
-
-using Fragments = Product<bf16, 1>;
-
-enum class Zeros { kNone, kAbove, kBelow };  // where the 16 x 16 blocks of the first factor are zero and skipped
-
-// d += A B for one warp: d is Ms x 16 by Ns x 8, the sum goes over Ks x 16. A is stored [m][k], or [k][m] if
-// TransposedA; B is stored [k][n], or [n][k] if TransposedB. first_m: the block row at which `a` begins.
-// Apart: from one eight columns of B that a warp takes to the next.
-template <int Ms, int Ns, int Ks, bool TransposedA, bool TransposedB, Zeros Skipped = Zeros::kNone, int Apart = 8>
-__device__ inline void add_product(float (&d)[Ms][Ns][4], const bf16* a, int pitch_a, const bf16* b, int pitch_b,
-                                   int first_m = 0) {
-  const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
-  unsigned at_a, at_b;
-  int next_a, next_m, next_b, next_n;  // bytes from one block of 16 to the next
-  if constexpr (TransposedA) {
-    at_a = shared_address(a + (third * 8 + low) * pitch_a + second * 8);
-    next_a = 32 * pitch_a, next_m = 32;
-  } else {
-    at_a = shared_address(a + (second * 8 + low) * pitch_a + third * 8);
-    next_a = 32, next_m = 32 * pitch_a;
-  }
-  if constexpr (TransposedB) {
-    at_b = shared_address(b + (third * Apart + low) * pitch_b + second * 8);
-    next_b = 32, next_n = 4 * Apart * pitch_b;
-  } else {
-    at_b = shared_address(b + (second * 8 + low) * pitch_b + third * Apart);
-    next_b = 32 * pitch_b, next_n = 4 * Apart;
-  }
-  const auto skipped = [&](int m, int k) {
-    if constexpr (Skipped == Zeros::kAbove) return first_m + m < k;
-    if constexpr (Skipped == Zeros::kBelow) return first_m + m > k;
-    return false;
-  };
-#pragma unroll
-  for (int k = 0; k < Ks; ++k) {
-    if (skipped(Skipped == Zeros::kAbove ? Ms - 1 : 0, k)) continue;
-    unsigned fragments[(Ns + 1) / 2][4];
-#pragma unroll
-    for (int n = 0; n < (Ns + 1) / 2; ++n) load_matrices<!TransposedB>(fragments[n], at_b + k * next_b + n * next_n);
-#pragma unroll
-    for (int m = 0; m < Ms; ++m) {
-      if (skipped(m, k)) continue;
-      Fragments::A rows;
-      load_matrices<TransposedA>(rows.r, at_a + k * next_a + m * next_m);
-#pragma unroll
-      for (int n = 0; n < Ns; ++n) {
-        const unsigned* pair = fragments[n / 2] + n % 2 * 2;
-        Fragments::add(d[m][n], 0, rows, {pair[0], pair[1]});
-      }
-    }
-  }
 }
 
 // Sums over the lanes of a warp that hold rows of one rank, or of one token, in an mma accumulator. A lane's row is
@@ -190,10 +199,10 @@ __device__ inline void share_over_ranks(float* x) {
 
 // What share_over_ranks leaves of eight values, [row][two columns] of an accumulator's rows, in memory. to: for the
 // first of the rows. rest: tokens after its own that there are.
-__device__ inline void store_shared(bf16* to, const float* x, int rank, int rest, bool inside) {
+__device__ inline void store_shared(Value* to, const float* x, int rank, int rest, bool inside) {
   constexpr int kOwn = 8 / kRanks;
   if constexpr (kOwn == 1) {
-    if (inside && rank / 2 <= rest) to[rank / 2 * kHeads * kP + rank % 2] = __float2bfloat16_rn(x[0]);
+    if (inside && rank / 2 <= rest) store_one(to + rank / 2 * kHeads * kP + rank % 2, x[0]);
   } else {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
@@ -218,82 +227,51 @@ __device__ inline float sum_over_rows(float x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What staging a tile needs to know of a chunk.
 
-// Four pairs of a row of q or k: biased, rotated by cos and sin where there are any, in the order of the tile.
-__device__ inline uint4 turned(const float (&x)[8], const float (&cosine)[4], const float (&sine)[4], int pair) {
-  unsigned words[4];
+// What products are made of.
+__device__ inline void store_tile(Value* to, float a, float b) {
+  store_pair(to, for_products<Value, kPasses>(a), for_products<Value, kPasses>(b));
+}
+
+template <int Count, int Size>
+__device__ inline void store_tile(Value* to, const float (&x)[Size], int first = 0) {
+  float rounded[Count];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) rounded[i] = for_products<Value, kPasses>(x[first + i]);
+  store_run<Count>(to, rounded);
+}
+
+// Four pairs of a row of q or k, in the order of the tile: rotated by cos and sin where there are any.
+__device__ inline void turn_columns(float (&x)[8], const float (&cosine)[4], const float (&sine)[4], int pair) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float a = x[2 * i], b = x[2 * i + 1];
-    words[i] = pair + i < kPairs ? bfloat16_pair(a * cosine[i] - b * sine[i], a * sine[i] + b * cosine[i])
-                                 : bfloat16_pair(a, b);
+    if (pair + i < kPairs) rotate(x[2 * i], x[2 * i + 1], sine[i], cosine[i]);
   }
-  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // The eight columns of a tile from 2 * pair on, of a row in memory.
-__device__ inline void load_columns(const bf16* row, int pair, float (&x)[8]) {
-  if constexpr (kHalf) {
-    const uint2 first = *reinterpret_cast<const uint2*>(row + pair);
-    const uint2 second = *reinterpret_cast<const uint2*>(row + kN / 2 + pair);
-    const float2 a = unpack(first.x), b = unpack(first.y), c = unpack(second.x), d = unpack(second.y);
-    x[0] = a.x, x[2] = a.y, x[4] = b.x, x[6] = b.y;
-    x[1] = c.x, x[3] = c.y, x[5] = d.x, x[7] = d.y;
-  } else {
-    unpack8(*reinterpret_cast<const uint4*>(row + 2 * pair), x);
-  }
+__device__ inline Eight<Value> load_columns(const Value* row, int pair) {
+  return kHalf ? eight_of(row + pair, row + kN / 2 + pair) : eight_at(row + 2 * pair);
 }
 
 __device__ inline void add_columns(const float* row, int pair, float (&x)[8]) {
-  if constexpr (kHalf) {
-    const float4 a = *reinterpret_cast<const float4*>(row + pair);
-    const float4 b = *reinterpret_cast<const float4*>(row + kN / 2 + pair);
-    x[0] += a.x, x[2] += a.y, x[4] += a.z, x[6] += a.w;
-    x[1] += b.x, x[3] += b.y, x[5] += b.z, x[7] += b.w;
+  float y[8];
+  unpack8(kHalf ? eight_of(row + pair, row + kN / 2 + pair) : eight_at(row + 2 * pair), y);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] += y[i];
+}
+
+// The phases of four pairs from `pair` on, of a token; zeros beyond the rotated ones.
+__device__ inline uint4 load_phases(const unsigned* token, int pair) {
+  uint4 phase = make_uint4(0, 0, 0, 0);
+  if constexpr (kPairs % 4 == 0) {
+    if (pair < kPairs) phase = *reinterpret_cast<const uint4*>(token + pair);
   } else {
-    const float4 a = *reinterpret_cast<const float4*>(row + 2 * pair);
-    const float4 b = *reinterpret_cast<const float4*>(row + 2 * pair + 4);
-    x[0] += a.x, x[1] += a.y, x[2] += a.z, x[3] += a.w;
-    x[4] += b.x, x[5] += b.y, x[6] += b.z, x[7] += b.w;
+    if (pair < kPairs) phase.x = token[pair];
+    if (pair + 1 < kPairs) phase.y = token[pair + 1];
+    if (pair + 2 < kPairs) phase.z = token[pair + 2];
+    if (pair + 3 < kPairs) phase.w = token[pair + 3];
   }
-}
-
-__device__ inline void load8(const float* p, float (&x)[8]) {
-  const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
-  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-
-// Eight values of a row of V: the value expanded to rank r.
-__device__ inline void expanded(const uint4 v, const float* mimo_v, int at, float (&x)[8]) {
-  unpack8(v, x);
-  if constexpr (!kSiso) {
-    float weight[8];
-    load8(mimo_v + at, weight);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= weight[i];
-  }
-}
-
-// Eight values of a row of dO where there is no norm: dy, folded back and gated.
-__device__ inline void ungated(const uint4 dy, const uint4 z, const float* mimo_o, const float* mimo_z, int at,
-                               float (&x)[8]) {
-  unpack8(dy, x);
-  float weight[8];
-  if constexpr (!kSiso && !kKeepsRank) {
-    load8(mimo_o + at, weight);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= weight[i];
-  }
-  if constexpr (kHasGate) {
-    float gate[8];
-    unpack8(z, gate);
-    if constexpr (!kSiso) {
-      load8(mimo_z + at, weight);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) gate[i] *= weight[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= gate[i] * sigmoid(gate[i]);
-  }
+  return phase;
 }
 
 __device__ inline long long dy_at(int b, int t, int r, int h) {
@@ -307,42 +285,7 @@ __device__ inline long long q_at(int b, int t, int r, int g) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Staging a chunk of one head, tokens t0 to t0 + last. Columns beyond the sizes are not touched.
 
-// Rotated rows of q and k, and the table [token][pair] of cosines and sines.
-template <int Threads>
-__device__ inline void stage_keys(bf16* Q, bf16* K, float2* trig, const bf16* q, const bf16* k, const float* q_bias,
-                                  const float* k_bias, const unsigned* phases, int b, int t0, int last, int h) {
-  const long long param = ((long long)param_row(b) * kHeads + h) * kRank;
-  for (int unit = threadIdx.x; unit < kRows * (kN / 8); unit += Threads) {
-    const int row = unit / (kN / 8), pair = unit % (kN / 8) * 4, c = row / kRanks, r = row % kRanks;
-    uint4 words_q = make_uint4(0, 0, 0, 0), words_k = words_q;
-    if (c <= last && r < kRank) {
-      float x[8], y[8], cosine[4] = {}, sine[4] = {};
-      const long long at = q_at(b, t0 + c, r, h / kGroupHeads);
-      load_columns(q + at, pair, x);
-      load_columns(k + at, pair, y);
-      add_columns(q_bias + (param + r) * kN, pair, x);
-      add_columns(k_bias + (param + r) * kN, pair, y);
-      const unsigned* phase = phases + token_head(b, t0 + c, h) * kPairs + pair;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (pair + i >= kPairs) continue;
-        sincos_of_phase_fast(phase[i], sine[i], cosine[i]);
-        if (r == 0) trig[c * kPairs + pair + i] = make_float2(cosine[i], sine[i]);
-      }
-      words_q = turned(x, cosine, sine, pair);
-      words_k = turned(y, cosine, sine, pair);
-    }
-    *reinterpret_cast<uint4*>(Q + row * kPitchN + 2 * pair) = words_q;
-    *reinterpret_cast<uint4*>(K + row * kPitchN + 2 * pair) = words_k;
-  }
-}
-
-__device__ inline void store8(bf16* to, const float (&x)[8]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(bfloat16_pair(x[0], x[1]), bfloat16_pair(x[2], x[3]),
-                                             bfloat16_pair(x[4], x[5]), bfloat16_pair(x[6], x[7]));
-}
-
-// What a thread will stage of a head's chunk, and its row's weights: loaded before there is room for it.
+// What a thread will stage of a head's chunk, and its row's weights.
 template <int Threads>
 struct Ahead {
   static constexpr int kKeys = (kRows * (kN / 8) + Threads - 1) / Threads,
@@ -350,73 +293,79 @@ struct Ahead {
   // Where rows of units repeat after the threads of a block, all units of a thread have the same columns and rank.
   static constexpr int kBiases = Threads % (kN / 8) == 0 && Threads / (kN / 8) % kRanks == 0 ? 1 : kKeys;
   static constexpr int kWeights = Threads % (kP / 8) == 0 && Threads / (kP / 8) % kRanks == 0 ? 1 : kValues;
-  uint4 q[kKeys], k[kKeys], phase[kKeys], v[kValues], dy[kValues], z[kValues];
-  float total, decay, f, gamma;
+  Eight<Value> q[kKeys], k[kKeys], v[kValues], dy[kValues], z[kValues];
+  uint4 phase[kKeys];
+  float total, decay, rest, left, f, gamma;  // left: a_last - a
 };
 
-// Eight columns of a row of q or k, in the order of the tile.
-__device__ inline uint4 load_units(const bf16* row, int pair) {
-  if constexpr (!kHalf) return *reinterpret_cast<const uint4*>(row + 2 * pair);
-  const uint2 a = *reinterpret_cast<const uint2*>(row + pair), b = *reinterpret_cast<const uint2*>(row + kN / 2 + pair);
-  return make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632), __byte_perm(a.y, b.y, 0x5410),
-                    __byte_perm(a.y, b.y, 0x7632));
-}
-
 template <int Threads>
-__device__ inline void load_keys(Ahead<Threads>& to, const bf16* q, const bf16* k, const unsigned* phases, int b,
+__device__ inline void load_keys(Ahead<Threads>& to, const Value* q, const Value* k, const unsigned* phases, int b,
                                  int t0, int last, int h) {
   using A = Ahead<Threads>;
 #pragma unroll
   for (int i = 0; i < A::kKeys; ++i) {
     const int unit = threadIdx.x + i * Threads, row = unit / (kN / 8), pair = unit % (kN / 8) * 4, c = row / kRanks,
               r = row % kRanks;
-    to.q[i] = to.k[i] = to.phase[i] = make_uint4(0, 0, 0, 0);
+    to.q[i] = to.k[i] = Eight<Value>{};
+    to.phase[i] = make_uint4(0, 0, 0, 0);
     if (row < kRows && c <= last && r < kRank) {
       const long long at = q_at(b, t0 + c, r, h / kGroupHeads);
-      to.q[i] = load_units(q + at, pair);
-      to.k[i] = load_units(k + at, pair);
-      const unsigned* phase = phases + token_head(b, t0 + c, h) * kPairs + pair;
-      if constexpr (kPairs % 4 == 0) {
-        if (pair < kPairs) to.phase[i] = *reinterpret_cast<const uint4*>(phase);
-      } else {
-        if (pair < kPairs) to.phase[i].x = phase[0];
-        if (pair + 1 < kPairs) to.phase[i].y = phase[1];
-        if (pair + 2 < kPairs) to.phase[i].z = phase[2];
-        if (pair + 3 < kPairs) to.phase[i].w = phase[3];
-      }
+      to.q[i] = load_columns(q + at, pair);
+      to.k[i] = load_columns(k + at, pair);
+      to.phase[i] = load_phases(phases + token_head(b, t0 + c, h) * kPairs, pair);
     }
   }
 }
 
 template <int Threads>
-__device__ inline void load_values(Ahead<Threads>& to, const bf16* v, const bf16* z, const bf16* dy, const bf16* normed,
-                                   int b, int t0, int last, int h) {
+__device__ inline void load_values(Ahead<Threads>& to, const Value* v, const Value* z, const Value* dy,
+                                   const Value* normed, int b, int t0, int last, int h) {
   using A = Ahead<Threads>;
 #pragma unroll
   for (int i = 0; i < A::kValues; ++i) {
     const int unit = threadIdx.x + i * Threads, row = unit / (kP / 8), p = unit % (kP / 8) * 8, c = row / kRanks,
               r = row % kRanks;
-    to.v[i] = to.dy[i] = to.z[i] = make_uint4(0, 0, 0, 0);
+    to.v[i] = to.dy[i] = to.z[i] = Eight<Value>{};
     if (row < kRows && c <= last && r < kRank) {
       const long long at = token_head(b, t0 + c, h) * kP + p;
-      to.v[i] = *reinterpret_cast<const uint4*>(v + at);
+      to.v[i] = eight_at(v + at);
       if constexpr (kHasNorm) {
-        to.dy[i] = *reinterpret_cast<const uint4*>(normed + ((head_token(b, h, t0) + c) * kRank + r) * kP + p);
+        to.dy[i] = eight_at(normed + ((head_token(b, h, t0) + c) * kRank + r) * kP + p);
       } else {
-        to.dy[i] = *reinterpret_cast<const uint4*>(dy + dy_at(b, t0 + c, r, h) + p);
-        if constexpr (kHasGate) to.z[i] = *reinterpret_cast<const uint4*>(z + at);
+        to.dy[i] = eight_at(dy + dy_at(b, t0 + c, r, h) + p);
+        if constexpr (kHasGate) to.z[i] = eight_at(z + at);
       }
     }
   }
 }
 
-// Rotated rows of q and k, rows of V and dO, and the table [token][pair] of cosines and sines.
+template <typename T>
+__device__ inline void want_row(const T* from, int size) {
+  for (int i = 0; i < size; i += 128 / sizeof(T)) want(from + i);
+}
+
+// Brings what the two above load, but for q and k, to the L2 cache: a thread has one of four arrays of a token.
+__device__ inline void want_head(const Value* v, const Value* z, const Value* dy, const Value* normed,
+                                 const unsigned* phases, int b, int t0, int last, int h) {
+  const int c = threadIdx.x / 4;
+  if (c > last) return;
+  const long long at = token_head(b, t0 + c, h);
+  const int which = threadIdx.x % 4;
+  if (which == 0) want_row(v + at * kP, kP);
+  if (which == 1) want_row(phases + at * kPairs, kPairs);
+  if (which == 2 && kHasGate && !kHasNorm) want_row(z + at * kP, kP);
+  if (which == 3 && kHasNorm) want_row(normed + (head_token(b, h, t0) + c) * kRank * kP, kRank * kP);
+  if (which == 3 && !kHasNorm) {
+    for (int r = 0; r < (kKeepsRank ? kRank : 1); ++r) want_row(dy + dy_at(b, t0 + c, r, h), kP);
+  }
+}
+
+// Rotated rows of q and k, and the table [token][pair] of cosines and sines. The biases are the head's.
 template <int Threads>
-__device__ inline void stage_ahead(const Ahead<Threads>& from, bf16* Q, bf16* K, bf16* V, bf16* dO, float2* trig,
-                                   int last, const float* q_bias, const float* k_bias, const float* mimo_v,
-                                   const float* mimo_o, const float* mimo_z) {
+__device__ inline void stage_keys(const Ahead<Threads>& from, Value* Q, Value* K, float2* trig, int last,
+                                  const float* q_bias, const float* k_bias) {
   using A = Ahead<Threads>;
-  float bias_q[8], bias_k[8], weight_v[8], weight_o[8], weight_z[8];  // the head's
+  float bias_q[8], bias_k[8];
 #pragma unroll
   for (int i = 0; i < A::kKeys; ++i) {
     const int unit = threadIdx.x + i * Threads, row = unit / (kN / 8), pair = unit % (kN / 8) * 4, c = row / kRanks,
@@ -430,9 +379,9 @@ __device__ inline void stage_ahead(const Ahead<Threads>& from, bf16* Q, bf16* K,
       }
     }
     if (row >= kRows) continue;
-    uint4 words_q = make_uint4(0, 0, 0, 0), words_k = words_q;
+    float x[8] = {}, y[8] = {};
     if (c <= last && r < kRank) {
-      float x[8], y[8], cosine[4] = {}, sine[4] = {};
+      float cosine[4] = {}, sine[4] = {};
       unpack8(from.q[i], x);
       unpack8(from.k[i], y);
 #pragma unroll
@@ -441,15 +390,23 @@ __device__ inline void stage_ahead(const Ahead<Threads>& from, bf16* Q, bf16* K,
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (pair + e >= kPairs) continue;
-        sincos_of_phase_fast(phase[e], sine[e], cosine[e]);
+        sincos_of(phase[e], sine[e], cosine[e]);
         if (r == 0) trig[c * kPairs + pair + e] = make_float2(cosine[e], sine[e]);
       }
-      words_q = turned(x, cosine, sine, pair);
-      words_k = turned(y, cosine, sine, pair);
+      turn_columns(x, cosine, sine, pair);
+      turn_columns(y, cosine, sine, pair);
     }
-    *reinterpret_cast<uint4*>(Q + row * kPitchN + 2 * pair) = words_q;
-    *reinterpret_cast<uint4*>(K + row * kPitchN + 2 * pair) = words_k;
+    store_tile<8>(Q + row * kPitchN + 2 * pair, x);
+    store_tile<8>(K + row * kPitchN + 2 * pair, y);
   }
+}
+
+// Rows of V and, where there is no norm, of dO: dy folded back and gated. The weights are the head's.
+template <int Threads>
+__device__ inline void stage_values(const Ahead<Threads>& from, Value* V, Value* dO, const float* mimo_v,
+                                    const float* mimo_o, const float* mimo_z) {
+  using A = Ahead<Threads>;
+  float weight_v[8], weight_o[8], weight_z[8];
 #pragma unroll
   for (int i = 0; i < A::kValues; ++i) {
     const int unit = threadIdx.x + i * Threads, row = unit / (kP / 8), p = unit % (kP / 8) * 8;
@@ -476,16 +433,16 @@ __device__ inline void stage_ahead(const Ahead<Threads>& from, bf16* Q, bf16* K,
         }
       }
     }
-    store8(V + row * kPitchP + p, x);
-    store8(dO + row * kPitchP + p, y);
+    store_tile<8>(V + row * kPitchP + p, x);
+    store_tile<8>(dO + row * kPitchP + p, y);
   }
 }
 
 // A state or an adjoint, by copies that the next commit_group takes.
 template <int Threads>
-__device__ inline void stage_state(bf16* to, const bf16* from) {
-  for (int i = threadIdx.x; i < kN * (kP / 8); i += Threads) {
-    const int n = i / (kP / 8), p = i % (kP / 8) * 8;
+__device__ inline void stage_state(Value* to, const Value* from) {
+  for (int i = threadIdx.x; i < kN * (kP / kUnit); i += Threads) {
+    const int n = i / (kP / kUnit), p = i % (kP / kUnit) * kUnit;
     copy_async(to + n * kPitchP + p, from + n * kP + p);
   }
 }
@@ -502,39 +459,50 @@ __device__ inline long long record_at(int b, int chunk, int h) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Per head: gamma, f and the running sum of adt in base 2 of every token, within its chunk, and every token's phase.
-// The phases lie where the gradient of the angles will: the kernel `chunk` reads them before it writes.
-// One block per row of the batch and head.
+// rest: what float32 drops of such a sum, where numbers are float32. The phases lie where the gradient of the angles
+// will: the kernel `chunk` reads them before it writes. One block per sequence and head.
 
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_schedule(const float* angles, const float* adt, const float* dt, const float* trap, const float* start,
-                    float* gamma, float* f, float* decay, unsigned* phases) {
+                    const int* cu_seqlens, float* gamma, float* f, float* decay, float* rest, unsigned* phases) {
+  using Sum = typename SumOf<kExact>::Type;
   __shared__ unsigned ends[Threads / 32][32];
   begin();
-  const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
+  const int h = blockIdx.x % kHeads, j = blockIdx.x / kHeads % kSequences, b = blockIdx.x / (kHeads * kSequences);
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const Sequence own = sequence_of(cu_seqlens, b, j);
   const long long head = head_token(b, h, 0);
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
+  if constexpr (kExact) rest += head;
 
-  for (int t = threadIdx.x; t < kSeq; t += Threads) {
+  for (int t = own.first + threadIdx.x; t < own.end; t += Threads) {
     const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
-    const float next = t + 1 < kSeq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
     gamma[t] = mix * step;
-    f[t] = mix * step + next;
+    f[t] = mix * step + (t + 1 < own.end ? delta_of(dt[t + 1], trap[t + 1]) : 0.0f);
   }
-  for (int n = warp; n < kChunks; n += Threads / 32) {
-    const int c = 2 * lane, t = n * kTokens + c;
-    const float first = c < kTokens && t < kSeq ? log2_decay(1.0f, adt[t]) : 0.0f;
-    const float both = first + (c + 1 < kTokens && t + 1 < kSeq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
-    float sum = both;
+  for (int t0 = own.first + warp * kTokens; t0 < own.end; t0 += Threads / 32 * kTokens) {
+    const int c = 2 * lane, t = t0 + c;
+    const auto step = [&](int i) -> Sum {
+      if (c + i >= kTokens || t + i >= own.end) return 0;
+      return SumOf<kExact>::log2_decay(adt[t + i]);
+    };
+    const Sum first = step(0);
+    Sum sum = first + step(1);
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_up_sync(0xffffffff, sum, offset);
+      const Sum other = __shfl_up_sync(0xffffffff, sum, offset);
       if (lane >= offset) sum += other;
     }
-    float before = __shfl_up_sync(0xffffffff, sum, 1);
-    if (lane == 0) before = 0.0f;
-    if (c < kTokens && t < kSeq) decay[t] = (before + first);
-    if (c + 1 < kTokens && t + 1 < kSeq) decay[t + 1] = sum;
+    Sum before = __shfl_up_sync(0xffffffff, sum, 1);
+    if (lane == 0) before = 0;
+    const Sum both[2] = {before + first, sum};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (c + i >= kTokens || t + i >= own.end) continue;
+      decay[t + i] = both[i];
+      if constexpr (kExact) rest[t + i] = both[i] - decay[t + i];
+    }
   }
 
   // Phases, in rounds: a warp has kRun tokens of one.
@@ -543,23 +511,23 @@ __global__ void __launch_bounds__(Threads)
     const bool there = pair < kPairs;
     const long long at = token_head(b, 0, h) * kPairs + min(pair, kPairs - 1);
     unsigned before = 0;
-    if (kHasState && there) before = phase_of_radians(start[((long long)b * kHeads + h) * kPairs + pair]);
-    for (int round = 0; round < kSeq; round += kRound) {
+    if (kHasState && there) before = phase_of_radians(start[state_row(b, j, h) * kPairs + pair]);
+    for (int round = own.first; round < own.end; round += kRound) {
       const int begin = round + warp * kRun;
       float angle[kRun], step[kRun];
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        const int t = min(begin + i, kSeq - 1);
+        const int t = min(begin + i, own.end - 1);
         angle[i] = angles[at + (long long)t * kHeads * kPairs];
         step[i] = dt[t];
       }
-      if (const int later = begin + kRound + lane; lane < kRun && later < kSeq) {
+      if (const int later = begin + kRound + lane; lane < kRun && later < own.end) {
         want(angles + at - lane + (long long)later * kHeads * kPairs);
       }
       unsigned sum[kRun], total = 0;
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        total += begin + i < kSeq ? phase_of_turns(turns_of_step(angle[i], step[i])) : 0;
+        total += begin + i < own.end ? phase_of_turns(turns_of_step(angle[i], step[i])) : 0;
         sum[i] = total;
       }
       ends[warp][lane] = total;
@@ -572,7 +540,7 @@ __global__ void __launch_bounds__(Threads)
       }
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
-        if (there && begin + i < kSeq) phases[at + (long long)(begin + i) * kHeads * kPairs] = ahead + sum[i];
+        if (there && begin + i < own.end) phases[at + (long long)(begin + i) * kHeads * kPairs] = ahead + sum[i];
       }
       __syncthreads();
     }
@@ -580,28 +548,31 @@ __global__ void __launch_bounds__(Threads)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// States before each chunk, walking forward (blockIdx.z 0), and adjoints of the states after it, walking backward (1).
-// A block has a part of the columns of the state of one head, in registers; what it stores is [state][head_dim] in the
-// order of tiles.
+// States before each chunk, walking forward (direction 0), and adjoints of the states after it, walking backward (1).
+// A block has a part of the columns of the state of one head, in registers, and walks along one sequence; what it
+// stores is [state][head_dim] in the order of tiles.
 
 constexpr int kWalkN = WALK_COLUMNS;      // columns of a part
 constexpr int kWalkThreads = 4 * kWalkN;  // a warp has 16 columns and half of head_dim
-constexpr int kWalkPitch = kWalkN + 8;
 constexpr int kWalkP = kWideP;
+constexpr int kWalkPitch = kWalkN + 8, kValuePitch = kWalkP + 8;
 constexpr int kWalkNs = kWalkP / 16;               // 8-wide accumulators of a warp, 4 warps by 2
-constexpr int kStored = kWalkNs % 4 == 0 ? 4 : 2;  // of them in one word
-constexpr int kWalkShared = 2 * kRows * (kWalkPitch + kPitchP) * 2 + kRanks * (2 * kWalkN + 3 * kWalkP) * 4;
+constexpr int kWalkRow = kExact ? 1 : 8;           // columns of the state from a thread's first to its second
+constexpr int kStored = kWalkNs % 4 == 0 ? 8 : 4;  // neighbours that are stored at once
+constexpr int kWalkShared =
+    2 * kRows * (kWalkPitch + kValuePitch) * sizeof(Value) + kRanks * (2 * kWalkN + 3 * kWalkP) * 4;
 
 namespace {
 
 constexpr int kKeyUnits = kRows * kWalkN / 8 / kWalkThreads;
 constexpr int kValueUnits = (kRows * kWalkP / 8 + kWalkThreads - 1) / kWalkThreads;
 
-// Column p of a tile, placed so that the accumulators of a thread are of neighbouring columns.
+// Column p of a tile, placed so that the accumulators of a thread are of neighbouring columns. A warp's products of
+// float32 have their columns side by side.
 __device__ constexpr int place(int p) {
   const int base = p / (kWalkP / 2) * (kWalkP / 2), inner = p - base, lane = inner / (2 * kWalkNs),
             rest = inner % (2 * kWalkNs);
-  return base + rest / 2 * 8 + 2 * lane + rest % 2;
+  return base + (kExact ? (2 * lane + rest % 2) * kWalkNs + rest / 2 : rest / 2 * 8 + 2 * lane + rest % 2);
 }
 
 // body(n, p, entry) for the entries of the state that a thread has.
@@ -611,14 +582,14 @@ __device__ inline void each_entry(float (&state)[1][kWalkNs][4], int column0, in
   for (int i = 0; i < kWalkNs; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int n = column0 + e / 2 * 8, p = p0 + 2 * i + e % 2;
+      const int n = column0 + e / 2 * kWalkRow, p = p0 + 2 * i + e % 2;
       if (n < kN && p < kP) body(n, p, state[0][i][e]);
     }
   }
 }
 
 struct Raw {  // what a thread will stage of a chunk
-  uint4 key[kKeyUnits], value[kValueUnits], gate[kValueUnits];
+  Eight<Value> key[kKeyUnits], value[kValueUnits], gate[kValueUnits];
   uint4 phase[kKeyUnits];
   float scale[kValueUnits];
   float total;
@@ -628,23 +599,27 @@ struct Raw {  // what a thread will stage of a chunk
 
 template <int Threads>
 __global__ void __launch_bounds__(Threads, 512 / Threads)
-    mamba3_walk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy, const bf16* normed,
+    mamba3_walk(const Value* q, const Value* k, const Value* v, const Value* z, const Value* dy, const Value* normed,
                 const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o, const float* mimo_z,
-                const float* f, const float* decay, const unsigned* phases, const float* dt, const float* trap,
-                const float* state_ssm, const float* state_k, const float* state_v, const float* d_final, bf16* states,
-                bf16* adjoints, float* d_state_ssm, int first_direction) {
+                const float* f, const float* decay, const float* rest, const unsigned* phases, const float* dt,
+                const float* trap, const float* state_ssm, const float* state_k, const float* state_v,
+                const float* d_final, const int* cu_seqlens, Value* states, Value* adjoints, float* d_state_ssm,
+                int first_direction) {
   extern __shared__ __align__(16) char memory[];
-  bf16* keys = reinterpret_cast<bf16*>(memory);                          // 2 x [row][column]
-  bf16* values = keys + 2 * kRows * kWalkPitch;                          // 2 x [row][place(p)]
-  float* bias = reinterpret_cast<float*>(values + 2 * kRows * kPitchP);  // [rank][column of the tile]
-  float* weights = bias + kRanks * kWalkN;                               // [rank][p]: mimo_v, or mimo_o
-  float* gates = weights + kRanks * kWalkP;                              // [rank][p]: mimo_z
+  Value* keys = reinterpret_cast<Value*>(memory);                            // 2 x [row][column]
+  Value* values = keys + 2 * kRows * kWalkPitch;                             // 2 x [row][place(p)]
+  float* bias = reinterpret_cast<float*>(values + 2 * kRows * kValuePitch);  // [rank][column of the tile]
+  float* weights = bias + kRanks * kWalkN;                                   // [rank][p]: mimo_v, or mimo_o
+  float* gates = weights + kRanks * kWalkP;                                  // [rank][p]: mimo_z
 
-  const bool backward = blockIdx.z + first_direction == 1;
+  const bool backward = blockIdx.z / kSequences + first_direction == 1;
   const int part = blockIdx.x, h = blockIdx.y % kHeads, b = blockIdx.y / kHeads, g = h / kGroupHeads;
+  const Sequence own = sequence_of(cu_seqlens, b, blockIdx.z % kSequences);
+  const int chunks = (own.tokens() + kTokens - 1) / kTokens, first_chunk = own.piece<kTokens>();
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_of_block();
   const long long head = head_token(b, h, 0), param = ((long long)param_row(b) * kHeads + h) * kRank;
   f += head, decay += head;
+  if constexpr (kExact) rest += head;
 
   for (int i = thread; i < kRanks * kWalkN; i += Threads) {
     const int r = i / kWalkN, n = part * kWalkN + i % kWalkN;
@@ -661,16 +636,15 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
 
   // A warp has 16 columns of the state and half of head_dim; a thread 2 columns and 2 * kWalkNs neighbours of head_dim.
   float state[1][kWalkNs][4] = {};
-  const int column0 = part * kWalkN + warp / 2 * 16 + lane / 4;
+  const int column0 = part * kWalkN + warp / 2 * 16 + lane / 4 * (kExact ? 2 : 1);
   const int p0 = warp % 2 * (kWalkP / 2) + lane % 4 * 2 * kWalkNs;
-  const long long whole = ((long long)b * kHeads + h) * kP * kN;
-  if (kHasState && !backward) {
-    const float pending = dt[head] / (1.0f + expf(trap[head]));
+  const long long given = state_row(b, own.number, h), whole = given * kP * kN;
+  if (kHasState && !backward && chunks > 0) {
+    const float pending = delta_of(dt[head + own.first], trap[head + own.first]);
     each_entry(state, column0, p0, [&](int n, int p, float& x) {
       x = state_ssm[whole + (long long)p * kN + column(n)];
       for (int r = 0; r < kRank; ++r) {
-        const float key = state_k[(((long long)b * kHeads + h) * kRank + r) * kN + column(n)];
-        const float value = state_v[((long long)b * kHeads + h) * kP + p];
+        const float key = state_k[(given * kRank + r) * kN + column(n)], value = state_v[given * kP + p];
         x += pending * key * value * (kSiso ? 1.0f : mimo_v[(param + r) * kP + p]);
       }
     });
@@ -679,55 +653,44 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
     each_entry(state, column0, p0, [&](int n, int p, float& x) { x = d_final[whole + (long long)p * kN + column(n)]; });
   }
 
+  // The decay, in base 2, from one token to a later one of its chunk.
+  const auto between = [&](int from, int to) {
+    float sum = decay[to] - decay[from];
+    if constexpr (kExact) sum += rest[to] - rest[from];
+    return sum;
+  };
   const auto load = [&](int chunk) {
     Raw raw;
-    const int t0 = chunk * kTokens, last = min(kTokens, kSeq - t0) - 1;
+    const int t0 = own.first + chunk * kTokens, last = min(kTokens, own.end - t0) - 1;
     raw.total = decay[t0 + last];
 #pragma unroll
     for (int i = 0; i < kKeyUnits; ++i) {
       const int unit = thread + i * Threads, row = unit / (kWalkN / 8), c = row / kRanks, r = row % kRanks;
       const int pair = part * (kWalkN / 2) + unit % (kWalkN / 8) * 4;
-      const bool there = c <= last && r < kRank && 2 * pair < kN;
-      raw.key[i] = make_uint4(0, 0, 0, 0);
+      raw.key[i] = Eight<Value>{};
       raw.phase[i] = make_uint4(0, 0, 0, 0);
-      if (there) {
-        const bf16* from = (backward ? q : k) + q_at(b, t0 + c, r, g);
-        if constexpr (kHalf) {
-          const uint2 first = *reinterpret_cast<const uint2*>(from + pair);
-          const uint2 second = *reinterpret_cast<const uint2*>(from + kN / 2 + pair);
-          raw.key[i] = make_uint4(__byte_perm(first.x, second.x, 0x5410), __byte_perm(first.x, second.x, 0x7632),
-                                  __byte_perm(first.y, second.y, 0x5410), __byte_perm(first.y, second.y, 0x7632));
-        } else {
-          raw.key[i] = *reinterpret_cast<const uint4*>(from + 2 * pair);
-        }
-        const unsigned* phase = phases + token_head(b, t0 + c, h) * kPairs + pair;
-        if (kPairs % 4 == 0) {
-          if (pair < kPairs) raw.phase[i] = *reinterpret_cast<const uint4*>(phase);
-        } else {
-          if (pair < kPairs) raw.phase[i].x = phase[0];
-          if (pair + 1 < kPairs) raw.phase[i].y = phase[1];
-          if (pair + 2 < kPairs) raw.phase[i].z = phase[2];
-          if (pair + 3 < kPairs) raw.phase[i].w = phase[3];
-        }
+      if (c <= last && r < kRank && 2 * pair < kN) {
+        raw.key[i] = load_columns((backward ? q : k) + q_at(b, t0 + c, r, g), pair);
+        raw.phase[i] = load_phases(phases + token_head(b, t0 + c, h) * kPairs, pair);
       }
     }
 #pragma unroll
     for (int i = 0; i < kValueUnits; ++i) {
       const int unit = thread + i * Threads, row = unit / (kWalkP / 8), c = row / kRanks, r = row % kRanks;
       const int p = unit % (kWalkP / 8) * 8, t = t0 + c;
-      raw.value[i] = raw.gate[i] = make_uint4(0, 0, 0, 0);
+      raw.value[i] = raw.gate[i] = Eight<Value>{};
       raw.scale[i] = 0.0f;
       if (c <= last && r < kRank && p < kP) {
         if (!backward) {
-          raw.value[i] = *reinterpret_cast<const uint4*>(v + token_head(b, t, h) * kP + p);
-          raw.scale[i] = f[t] * exp2_fast(raw.total - decay[t]);
+          raw.value[i] = eight_at(v + token_head(b, t, h) * kP + p);
+          raw.scale[i] = f[t] * exp2_fast(between(t, t0 + last));
         } else {
           raw.scale[i] = exp2_fast(decay[t]);
           if constexpr (kHasNorm) {
-            raw.value[i] = *reinterpret_cast<const uint4*>(normed + ((head + t) * kRank + r) * kP + p);
+            raw.value[i] = eight_at(normed + ((head + t) * kRank + r) * kP + p);
           } else {
-            raw.value[i] = *reinterpret_cast<const uint4*>(dy + dy_at(b, t, r, h) + p);
-            if constexpr (kHasGate) raw.gate[i] = *reinterpret_cast<const uint4*>(z + token_head(b, t, h) * kP + p);
+            raw.value[i] = eight_at(dy + dy_at(b, t, r, h) + p);
+            if constexpr (kHasGate) raw.gate[i] = eight_at(z + token_head(b, t, h) * kP + p);
           }
         }
       }
@@ -736,7 +699,7 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
   };
 
   const auto stage = [&](const Raw& raw, int chunk, int buffer) {
-    const int last = min(kTokens, kSeq - chunk * kTokens) - 1;
+    const int last = min(kTokens, own.tokens() - chunk * kTokens) - 1;
 #pragma unroll
     for (int i = 0; i < kKeyUnits; ++i) {
       const int unit = thread + i * Threads, row = unit / (kWalkN / 8), c = row / kRanks, r = row % kRanks;
@@ -745,13 +708,12 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
       unpack8(raw.key[i], x);
       load8(bias + r * kWalkN + inner, offset);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] += offset[j];
+      for (int j = 0; j < 8; ++j) x[j] = c <= last && r < kRank ? x[j] + offset[j] : 0.0f;
       const unsigned phase[4] = {raw.phase[i].x, raw.phase[i].y, raw.phase[i].z, raw.phase[i].w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sincos_of_phase_fast(phase[j], sine[j], cosine[j]);
-      const bool there = c <= last && r < kRank;
-      *reinterpret_cast<uint4*>(keys + (buffer * kRows + row) * kWalkPitch + inner) =
-          there ? turned(x, cosine, sine, pair) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < 4; ++j) sincos_of(phase[j], sine[j], cosine[j]);
+      turn_columns(x, cosine, sine, pair);
+      store_tile<8>(keys + (buffer * kRows + row) * kWalkPitch + inner, x);
     }
 #pragma unroll
     for (int i = 0; i < kValueUnits; ++i) {
@@ -772,49 +734,49 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
           for (int j = 0; j < 8; ++j) x[j] *= gate[j] * weight[j] * sigmoid(gate[j] * weight[j]);
         }
       }
-      bf16* to = values + (buffer * kRows + row) * kPitchP;
+      Value* to = values + (buffer * kRows + row) * kValuePitch;
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) store_pair(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
-    }
-  };
-
-  bf16* stored = backward ? adjoints : states;
-  __syncthreads();
-  Raw raw = load(backward ? kChunks - 1 : 0);
-  for (int step = 0; step < kChunks; ++step) {
-    const int chunk = backward ? kChunks - 1 - step : step, buffer = step % 2;
-    const float total = raw.total;
-    stage(raw, chunk, buffer);
-    __syncthreads();
-    if (step + 1 < kChunks) raw = load(backward ? chunk - 1 : chunk + 1);
-
-    bf16* to = stored + state_at(b, h, chunk);
-    const float keep = exp2_fast(total);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int n = column0 + half * 8;
-#pragma unroll
-      for (int i = 0; i < kWalkNs; i += kStored) {
-        unsigned words[kStored];
-#pragma unroll
-        for (int j = 0; j < kStored; ++j) {
-          words[j] = bfloat16_pair(state[0][i + j][2 * half], state[0][i + j][2 * half + 1]);
-          state[0][i + j][2 * half] *= keep;
-          state[0][i + j][2 * half + 1] *= keep;
-        }
-        const int p = p0 + 2 * i;
-        if (n < kN && p < kP) {
-          if constexpr (kStored == 4) {
-            *reinterpret_cast<uint4*>(to + n * kP + p) = make_uint4(words[0], words[1], words[2], words[3]);
-          } else {
-            *reinterpret_cast<uint2*>(to + n * kP + p) = make_uint2(words[0], words[1]);
-          }
+      for (int j = 0; j < 8; j += kExact ? 1 : 2) {
+        if constexpr (kExact) {
+          store_one(to + place(p + j), for_products<Value, kPasses>(raw.scale[i] * x[j]));
+        } else {
+          store_tile(to + place(p + j), raw.scale[i] * x[j], raw.scale[i] * x[j + 1]);
         }
       }
     }
-    add_product<1, kWalkNs, kRows / 16, true, false>(
+  };
+
+  Value* stored = backward ? adjoints : states;
+  __syncthreads();
+  Raw raw;
+  if (chunks > 0) raw = load(backward ? chunks - 1 : 0);
+  for (int step = 0; step < chunks; ++step) {
+    const int chunk = backward ? chunks - 1 - step : step, buffer = step % 2;
+    const float total = raw.total;
+    stage(raw, chunk, buffer);
+    __syncthreads();
+    if (step + 1 < chunks) raw = load(backward ? chunk - 1 : chunk + 1);
+
+    Value* to = stored + state_at(b, h, first_chunk + chunk);
+    const float keep = exp2_fast(total);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int n = column0 + half * kWalkRow;
+      float run[2 * kWalkNs];
+#pragma unroll
+      for (int i = 0; i < 2 * kWalkNs; ++i) {
+        float& x = state[0][i / 2][2 * half + i % 2];
+        run[i] = x;
+        x *= keep;
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kWalkNs; i += kStored) {
+        if (n < kN && p0 + i < kP) store_tile<kStored>(to + n * kP + p0 + i, run, i);
+      }
+    }
+    add_product_of_columns<kPasses, kWalkNs, kRows / 16>(
         state, keys + buffer * kRows * kWalkPitch + warp / 2 * 16, kWalkPitch,
-        values + buffer * kRows * kPitchP + warp % 2 * (kWalkP / 2), kPitchP);
+        values + buffer * kRows * kValuePitch + warp % 2 * (kWalkP / 2), kValuePitch);
   }
   if (kHasState && backward) {
     each_entry(state, column0, p0,
@@ -827,75 +789,103 @@ __global__ void __launch_bounds__(Threads, 512 / Threads)
 // of q and of the output, the second half that of k and v.
 
 constexpr int kTileN = kRows * kPitchN, kTileP = kRows * kPitchP, kTileS = kWideN * kPitchP, kTileM = kRows * kPitchM;
-constexpr int kBankBytes = 2 * (2 * kTileN + 2 * kTileP + 2 * kTileS + 2 * kTileM);
-constexpr int kTableFloats = 4 * kTokens * kPairs;
-constexpr int kSlotFloats = 12 * kRows + 5 * 4 * kRows + 16 + 8 + (kSiso ? 0 : 6 * kRanks * kWideP);
+constexpr int kBankBytes = 2 * sizeof(Value) * (kTileN + kTileP + kTileS + kTileM);
+// What the phases get lies where M and dM were, if it fits there and memory is scarce.
+constexpr bool kPhasesInM = kExact && kTokens * kPairs <= kTileM;
+constexpr int kTableFloats = (kPhasesInM ? 2 : 4) * kTokens * kPairs;
+constexpr int kDown = kRows / 32, kBlocks = kRows / 16;  // of 32 and of 16 rows
+constexpr int kSlotFloats = 14 * kRows + 5 * 4 * kRows + 16 + 8 + (kSiso ? 0 : 3 * kDown * kRanks * kWideP);
 constexpr int kChunkShared = kBankBytes + 4 * (kTableFloats + kSlotFloats);
 static_assert(kChunkShared == CHUNK_SHARED && kWalkShared == WALK_SHARED);
 
+namespace {
+
+// Of a slot, over the rows of 32.
+__device__ inline float sum_of_rows(const float* slot) { return kDown == 1 ? *slot : slot[0] + slot[kRanks * kWideP]; }
+
+}  // namespace
+
 template <int Threads>
 __global__ void __launch_bounds__(Threads, 1)
-    mamba3_chunk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy, const bf16* normed,
+    mamba3_chunk(const Value* q, const Value* k, const Value* v, const Value* z, const Value* dy, const Value* normed,
                  const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
                  const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
-                 const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
-                 const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v, bf16* d_z,
-                 float* q_sums, float* k_sums, float* records) {
+                 const float* rest, const Value* states, const Value* adjoints, const float* d_final_angle,
+                 const float* d_final_k, const float* d_final_v, const int* cu_seqlens, float* angles, float* d_adt,
+                 float* d_f, float* d_gamma, Value* d_v, Value* d_z, float* q_sums, float* k_sums, float* records) {
   extern __shared__ __align__(16) char memory[];
-  bf16* Q = reinterpret_cast<bf16*>(memory);  // [row][column]
-  bf16* K = Q + kTileN;
-  bf16* V = K + kTileN;  // [row][p]
-  bf16* dO = V + kTileP;
-  bf16* S = dO + kTileP;  // [column][p]
-  bf16* T = S + kTileS;
-  bf16* M = T + kTileS;  // [row][row]
-  bf16* dM = M + kTileM;
-  float2* trig = reinterpret_cast<float2*>(dM + kTileM);               // [token][pair]: cosine, sine
-  float* d_phase = reinterpret_cast<float*>(trig + kTokens * kPairs);  // [q, k][token][pair]
-  float* rows = d_phase + 2 * kTokens * kPairs;                        // 2 x 6 x [row]
-  float* along = rows + 12 * kRows;                                    // [4][row]: sums of strict dM QK along a row
-  float* same = along + 4 * kRows;                                     // of dM QK / gamma in a token
-  float* down = same + 4 * kRows;        // [4][row]: sums of strict dM QK / f down a column
-  float* read = down + 4 * kRows;        // [4][row]: dO . Q s
-  float* written = read + 4 * kRows;     // [4][row]: V . K T
-  float* carried = written + 4 * kRows;  // [16]: <T, s>
-  float* skipped = carried + 16;         // [8]: dO . V
-  float* sum_v = skipped + 8;            // [2][rank][p]
-  float *sum_o = sum_v + 2 * kRanks * kWideP, *sum_z = sum_o + 2 * kRanks * kWideP;
+  Value* Q = reinterpret_cast<Value*>(memory);  // [row][column]
+  Value* K = Q + kTileN;
+  Value* V = K + kTileN;  // [row][p]
+  Value* dO = V + kTileP;
+  Value* S = dO + kTileP;  // [column][p]
+  Value* T = S + kTileS;
+  Value* M = T + kTileS;  // [row][row]
+  Value* dM = M + kTileM;
+  float2* trig = reinterpret_cast<float2*>(dM + kTileM);  // [token][pair]: cosine, sine
+  float* free = reinterpret_cast<float*>(trig + kTokens * kPairs);
+  float* d_phase = kPhasesInM ? reinterpret_cast<float*>(M) : free;  // [q, k][token][pair]
+  float* rows = free + (kPhasesInM ? 0 : 2 * kTokens * kPairs);      // 2 x 7 x [row]
+  float* along = rows + 14 * kRows;                                  // [4][row]: sums of strict dM QK along a row
+  float* same = along + 4 * kRows;                                   // of dM QK / gamma in a token
+  float* down = same + 4 * kRows;                                    // [4][row]: sums of strict dM QK / f down a column
+  float* read = down + 4 * kRows;                                    // [4][row]: dO . Q s
+  float* written = read + 4 * kRows;                                 // [4][row]: V . K T
+  float* carried = written + 4 * kRows;                              // [16]: <T, s>
+  float* skipped = carried + 16;                                     // [8]: dO . V
+  float* sum_v = skipped + 8;                                        // [kDown][rank][p]
+  float *sum_o = sum_v + kDown * kRanks * kWideP, *sum_z = sum_o + kDown * kRanks * kWideP;
 
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_of_block();
   int index = blockIdx.x;
   const int part = index % kParts;
   const int g = index / kParts % kGroups;
   const int chunk = index / (kParts * kGroups) % kChunks, b = index / (kParts * kGroups * kChunks);
-  const int t0 = chunk * kTokens, last = min(kTokens, kSeq - t0) - 1;  // in the chunk
+  const Piece piece = piece_of<kTokens>(cu_seqlens, b, chunk);
+  const int t0 = piece.t0, last = piece.last;  // in the chunk
   const int lane_row = lane / 4, lane_column = lane % 4 * 2, rank = lane_row % kRanks;
   const bool has_rank = rank < kRank;
 
+  const int head0 = g * kGroupHeads + part * kPartHeads;
+  const int head1 = min(head0 + kPartHeads, (g + 1) * kGroupHeads);
+  if (kPacked && last < 0) {  // no sequence needs this chunk
+    for (int i = thread; i < (head1 - head0) * kRecord; i += Threads) records[record_at(b, chunk, head0) + i] = 0.0f;
+    return;
+  }
   for (int i = thread; i < kChunkShared / 4; i += Threads) reinterpret_cast<float*>(memory)[i] = 0.0f;
   __syncthreads();
 
-  constexpr int kSide = Threads / 64, kAcross = kSide / 2;  // warps of one side, and of one row of blocks of [row][p]
+  constexpr int kSide = Threads / 64, kAcross = kSide / kDown;  // warps of a side, and of 32 rows of [row][p]
   constexpr int kOwnN = kWideN / (8 * kSide), kOwnP = kWideP / (8 * kAcross);  // accumulators in a row of blocks
   constexpr int kTurned = (2 * kPairs - 1) / (8 * kSide) + 1;                  // of kOwnN, those that can rotate
+  // Of a thread's rows, and of what phases get in one: ranks share them.
+  constexpr int kHalves = kRows / 8, kTurns = kHalves < kRanks ? padded(kTurned, kRanks / kHalves) : kTurned;
   const bool output_side = warp < kSide;
   // A warp has all rows, and columns that lie apart: often the first half of all columns rotates.
   constexpr int kApart = 8 * kSide;
   const int n0 = warp % kSide * 8, column0 = n0 + lane_column;
   // Or 32 rows and a part of head_dim.
-  const int across = warp % kAcross, m0 = warp / kAcross % 2 * 32, p0 = across * (kWideP / kAcross);
-  float group_sum[4][kOwnN][4] = {};  // dQ or dK, turned back, over the heads
+  const int across = warp % kAcross, m0 = warp / kAcross % kDown * 32, p0 = across * (kWideP / kAcross);
+  float group_sum[kBlocks][kOwnN][4] = {};  // dQ or dK, turned back, over the heads
 
-  const int head0 = g * kGroupHeads + part * kPartHeads;
-  const int head1 = min(head0 + kPartHeads, (g + 1) * kGroupHeads);
+  // bfloat16 is loaded before there is room for it; registers hold no more.
+  constexpr bool kLoadsAhead = !kExact;
+  const unsigned* phases = reinterpret_cast<const unsigned*>(angles);
   const auto ahead = [&](int h) {
     Ahead<Threads> next;
-    load_keys<Threads>(next, q, k, reinterpret_cast<const unsigned*>(angles), b, t0, last, h);
-    load_values<Threads>(next, v, z, dy, normed, b, t0, last, h);
+    if constexpr (kLoadsAhead) {
+      load_keys<Threads>(next, q, k, phases, b, t0, last, h);
+      load_values<Threads>(next, v, z, dy, normed, b, t0, last, h);
+    }
     const long long head = head_token(b, h, t0);
     const int c = thread % kRows / kRanks;
     next.total = decay[head + last];
     next.decay = decay[head + min(c, last)];
+    next.left = next.total - next.decay;
+    if constexpr (kExact) {
+      next.rest = rest[head + min(c, last)];
+      next.left += rest[head + last] - next.rest;
+    }
     next.f = c <= last ? f[head + c] : 0.0f;
     next.gamma = c <= last ? gamma[head + c] : 0.0f;
     return next;
@@ -910,43 +900,49 @@ __global__ void __launch_bounds__(Threads, 1)
 #pragma unroll 1
   for (int h = head0; h < head1; ++h) {
     const long long head = head_token(b, h, t0), row0 = (long long)param_row(b) * kHeads + h;
-    const long long record = record_at(b, chunk, h);
-    float* row_a = rows + h % 2 * 6 * kRows;  // while one warp sums up a head, the others begin the next
+    const long long record = record_at(b, chunk, h), given = state_row(b, piece.of.number, h);
+    float* row_a = rows + h % 2 * 7 * kRows;  // while one warp sums up a head, the others begin the next
     float *row_f = row_a + kRows, *row_gamma = row_f + kRows, *row_in = row_gamma + kRows;
     float *row_out = row_in + kRows, *row_left = row_out + kRows;  // exp(a), f exp(a_last - a), exp(a_last - a)
+    float* row_rest = row_left + kRows;
     const float a_last = now.total;
     if (thread < kRows) {
       row_a[thread] = now.decay;
       row_f[thread] = now.f;
       row_gamma[thread] = now.gamma;
       row_in[thread] = exp2_fast(now.decay);
-      row_left[thread] = exp2_fast(a_last - now.decay);
-      row_out[thread] = now.f * exp2_fast(a_last - now.decay);
+      row_left[thread] = exp2_fast(now.left);
+      row_out[thread] = now.f * exp2_fast(now.left);
+      if constexpr (kExact) row_rest[thread] = now.rest;
     }
-    stage_ahead<Threads>(now, Q, K, V, dO, trig, last, q_bias + row0 * kRank * kN, k_bias + row0 * kRank * kN,
-                         mimo_v + row0 * kRank * kP, mimo_o + row0 * kRank * kP, mimo_z + row0 * kRank * kP);
+    if constexpr (!kLoadsAhead) load_keys<Threads>(now, q, k, phases, b, t0, last, h);
+    stage_keys<Threads>(now, Q, K, trig, last, q_bias + row0 * kRank * kN, k_bias + row0 * kRank * kN);
+    if constexpr (!kLoadsAhead) load_values<Threads>(now, v, z, dy, normed, b, t0, last, h);
+    stage_values<Threads>(now, V, dO, mimo_v + row0 * kRank * kP, mimo_o + row0 * kRank * kP,
+                          mimo_z + row0 * kRank * kP);
     __syncthreads();
 
+    if (!kLoadsAhead && h + 1 < head1) want_head(v, z, dy, normed, phases, b, t0, last, h + 1);
     // Rows against rows: blocks of 16 x 16 of the lower triangle.
 #pragma unroll 1
-    for (int block = warp; block < 16; block += 2 * kSide) {
-      const int i0 = block / 4 * 16, j0 = block % 4 * 16;
+    for (int block = warp; block < kBlocks * kBlocks; block += 2 * kSide) {
+      const int i0 = block / kBlocks * 16, j0 = block % kBlocks * 16;
       if (j0 > i0) continue;
       float qk[1][2][4] = {}, ov[1][2][4] = {};
-      add_product<1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
-      add_product<1, 2, kWideP / 16, false, true>(ov, dO + i0 * kPitchP, kPitchP, V + j0 * kPitchP, kPitchP);
+      add_product<kPasses, 1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
+      add_product<kPasses, 1, 2, kWideP / 16, false, true>(ov, dO + i0 * kPitchP, kPitchP, V + j0 * kPitchP, kPitchP);
       float right[2] = {}, token[2] = {};
       const bool earlier = j0 < i0;  // all of them
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         float column_sum[2] = {};
         const int j = j0 + n * 8 + lane_column;
-        const float2 a_j = *reinterpret_cast<const float2*>(row_a + j),
-                     f_j = *reinterpret_cast<const float2*>(row_f + j);
+        const float2 a_j = load_pair(row_a + j), f_j = load_pair(row_f + j);
+        const float2 rest_j = kExact ? load_pair(row_rest + j) : make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int i = i0 + half * 8 + lane_row;
-          const float a_i = row_a[i];
+          const float a_i = row_a[i], rest_i = kExact ? row_rest[i] : 0.0f;
           float m[2], dm[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
@@ -954,7 +950,9 @@ __global__ void __launch_bounds__(Threads, 1)
             const int before = (i0 + lane_row) / kRanks + half * 8 / kRanks - tokens_of_columns(j0, n * 8, e);
             m[e] = dm[e] = 0.0f;
             if (earlier || before > 0) {
-              const float e_ij = exp2_fast(a_i - (e ? a_j.y : a_j.x)), weight = e ? f_j.y : f_j.x;
+              float sum = a_i - (e ? a_j.y : a_j.x);
+              if constexpr (kExact) sum += rest_i - (e ? rest_j.y : rest_j.x);
+              const float e_ij = exp2_fast(sum), weight = e ? f_j.y : f_j.x;
               const float product = x * y * e_ij, w = e_ij * weight;
               right[half] += product * weight;
               column_sum[e] += product;
@@ -967,21 +965,21 @@ __global__ void __launch_bounds__(Threads, 1)
               dm[e] = y * w;
             }
           }
-          store_pair(M + i * kPitchM + j, m[0], m[1]);
-          store_pair(dM + i * kPitchM + j, dm[0], dm[1]);
+          store_tile(M + i * kPitchM + j, m[0], m[1]);
+          store_tile(dM + i * kPitchM + j, dm[0], dm[1]);
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float sum = sum_over_rows(column_sum[e]);
-          if (lane_row == 0) down[block / 4 * kRows + j + e] = sum;
+          if (lane_row == 0) down[block / kBlocks * kRows + j + e] = sum;
         }
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = quad_sum(right[half]), sum_same = quad_sum(token[half]);
         if (lane % 4 == 0) {
-          along[block % 4 * kRows + i0 + half * 8 + lane_row] = sum;
-          same[block % 4 * kRows + i0 + half * 8 + lane_row] = sum_same;
+          along[block % kBlocks * kRows + i0 + half * 8 + lane_row] = sum;
+          same[block % kBlocks * kRows + i0 + half * 8 + lane_row] = sum_same;
         }
       }
     }
@@ -993,8 +991,8 @@ __global__ void __launch_bounds__(Threads, 1)
       for (int unit = thread; unit < kWideN * (kWideP / 8); unit += Threads) {
         const int at = unit / (kWideP / 8) * kPitchP + unit % (kWideP / 8) * 8;
         float x[8], y[8];
-        unpack8(*reinterpret_cast<const uint4*>(S + at), x);
-        unpack8(*reinterpret_cast<const uint4*>(T + at), y);
+        unpack8(eight_at(S + at), x);
+        unpack8(eight_at(T + at), y);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
       }
@@ -1002,11 +1000,11 @@ __global__ void __launch_bounds__(Threads, 1)
       if (lane == 0) carried[warp] = sum;
     }
 
-    {  // The output and what depends on it, or dV: 32 rows and a quarter of head_dim for a warp.
+    {  // The output and what depends on it, or dV: 32 rows and a part of head_dim for a warp.
       float d[2][kOwnP][4] = {};
-      add_product<2, kOwnP, kWideN / 16, false, false>(d, (output_side ? Q : K) + m0 * kPitchN, kPitchN,
-                                                       (output_side ? S : T) + p0, kPitchP);
-      const bf16* other = (output_side ? dO : V) + p0 + lane_column;
+      add_product<kPasses, 2, kOwnP, kWideN / 16, false, false>(d, (output_side ? Q : K) + m0 * kPitchN, kPitchN,
+                                                                (output_side ? S : T) + p0, kPitchP);
+      const Value* other = (output_side ? dO : V) + p0 + lane_column;
       const float* scale = output_side ? row_in : row_out;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
@@ -1029,10 +1027,10 @@ __global__ void __launch_bounds__(Threads, 1)
       const int first_token = m0 / kRanks + lane_row / kRanks;  // of this thread's rows
       if (output_side) {
         if constexpr (!kHasNorm && (kHasGate || (!kSiso && !kKeepsRank))) {
-          add_product<2, kOwnP, kRows / 16, false, false, Zeros::kAbove>(d, M + m0 * kPitchM, kPitchM, V + p0, kPitchP,
-                                                                         m0 / 16);
+          add_product<kPasses, 2, kOwnP, kBlocks, false, false, Zeros::kAbove>(d, M + m0 * kPitchM, kPitchM, V + p0,
+                                                                               kPitchP, m0 / 16);
           const long long first = token_head(b, t0 + first_token, h) * kP + p0 + lane_column;
-          const bf16* up_from = dy + dy_at(b, t0 + first_token, rank, h) + p0 + lane_column;
+          const Value* up_from = dy + dy_at(b, t0 + first_token, rank, h) + p0 + lane_column;
           const long long param = (row0 * kRank + rank) * kP + p0 + lane_column;
 #pragma unroll
           for (int n = 0; n < kOwnP; ++n) {
@@ -1041,8 +1039,8 @@ __global__ void __launch_bounds__(Threads, 1)
             float2 fold = make_float2(1.0f, 1.0f), spread = fold, d_fold = make_float2(0.0f, 0.0f), d_spread = d_fold;
             float d_gate[8];  // [row of the thread][two columns]
             if (!kSiso && inside) {
-              if constexpr (!kKeepsRank) fold = *reinterpret_cast<const float2*>(mimo_o + param + n * 8);
-              if constexpr (kHasGate) spread = *reinterpret_cast<const float2*>(mimo_z + param + n * 8);
+              if constexpr (!kKeepsRank) fold = load_pair(mimo_o + param + n * 8);
+              if constexpr (kHasGate) spread = load_pair(mimo_z + param + n * 8);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -1089,7 +1087,8 @@ __global__ void __launch_bounds__(Threads, 1)
           }
         }
       } else {
-        add_product<2, kOwnP, kRows / 16, true, false, Zeros::kBelow>(d, M + m0, kPitchM, dO + p0, kPitchP, m0 / 16);
+        add_product<kPasses, 2, kOwnP, kBlocks, true, false, Zeros::kBelow>(d, M + m0, kPitchM, dO + p0, kPitchP,
+                                                                            m0 / 16);
         float d_skip = 0.0f;
         const long long first = token_head(b, t0 + first_token, h) * kP + p0 + lane_column;
         const long long param = (row0 * kRank + rank) * kP + p0 + lane_column;
@@ -1099,7 +1098,7 @@ __global__ void __launch_bounds__(Threads, 1)
           const bool inside = has_rank && p < kP;
           float2 spread = make_float2(inside, inside), d_spread = make_float2(0.0f, 0.0f);
           float d_value[8];  // [row of the thread][two columns]
-          if (!kSiso && inside) spread = *reinterpret_cast<const float2*>(mimo_v + param + n * 8);
+          if (!kSiso && inside) spread = load_pair(mimo_v + param + n * 8);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int m = i / 2, half = i % 2, later = i * 8 / kRanks, row = m0 + lane_row + i * 8;
@@ -1117,9 +1116,9 @@ __global__ void __launch_bounds__(Threads, 1)
           if (kHasFinal && rank == 0 && p < kP) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              if (t0 + first_token + i * 8 / kRanks != kSeq - 1) continue;
-              d_value[2 * i] += d_final_v[((long long)b * kHeads + h) * kP + p];
-              d_value[2 * i + 1] += d_final_v[((long long)b * kHeads + h) * kP + p + 1];
+              if (t0 + first_token + i * 8 / kRanks != piece.of.end - 1) continue;
+              d_value[2 * i] += d_final_v[given * kP + p];
+              d_value[2 * i + 1] += d_final_v[given * kP + p + 1];
             }
           }
           share_over_ranks<8>(d_value);
@@ -1139,43 +1138,46 @@ __global__ void __launch_bounds__(Threads, 1)
     }
 
     {  // dQ or dK: all rows and an eighth of the columns for a warp.
-      float d[4][kOwnN][4] = {};
-      add_product<4, kOwnN, kWideP / 16, false, true, Zeros::kNone, kApart>(
+      float d[kBlocks][kOwnN][4] = {};
+      add_product<kPasses, kBlocks, kOwnN, kWideP / 16, false, true, Zeros::kNone, kApart>(
           d, output_side ? dO : V, kPitchP, (output_side ? S : T) + n0 * kPitchP, kPitchP);
       const float* scale = output_side ? row_in : row_out;
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < kBlocks; ++m) {
         const float low = scale[m * 16 + lane_row], high = scale[m * 16 + 8 + lane_row];
 #pragma unroll
         for (int n = 0; n < kOwnN; ++n) d[m][n][0] *= low, d[m][n][1] *= low, d[m][n][2] *= high, d[m][n][3] *= high;
       }
       if (output_side) {
-        add_product<4, kOwnN, kRows / 16, false, false, Zeros::kAbove, kApart>(d, dM, kPitchM, K + n0, kPitchN);
+        add_product<kPasses, kBlocks, kOwnN, kBlocks, false, false, Zeros::kAbove, kApart>(d, dM, kPitchM, K + n0,
+                                                                                           kPitchN);
       } else {
-        add_product<4, kOwnN, kRows / 16, true, false, Zeros::kBelow, kApart>(d, dM, kPitchM, Q + n0, kPitchN);
+        add_product<kPasses, kBlocks, kOwnN, kBlocks, true, false, Zeros::kBelow, kApart>(d, dM, kPitchM, Q + n0,
+                                                                                          kPitchN);
       }
-      const bf16* turned_rows = output_side ? Q : K;
+      if constexpr (kPhasesInM) __syncthreads();
+      const Value* turned_rows = output_side ? Q : K;
       float* d_phase_here = d_phase + (output_side ? 0 : kTokens * kPairs);
-      float turn[8 * kTurned];  // [row of the thread][pair]: what the pair's phase gets
+      float turn[kHalves * kTurns];  // [row of the thread][pair]: what the pair's phase gets
 #pragma unroll
       for (int n = 0; n < kOwnN; ++n) {
         const int at = column0 + n * kApart, pair = at / 2;
         const bool rotated = pair < kPairs;
         float bias_sum[2] = {};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kHalves; ++i) {
           const int m = i / 2, half = i % 2, c = lane_row / kRanks + i * 8 / kRanks;
           float x = d[m][n][2 * half], y = d[m][n][2 * half + 1];
-          if (kHasFinal && !output_side && c == last && t0 + c == kSeq - 1 && has_rank && at < kN) {
-            const long long key = (((long long)b * kHeads + h) * kRank + rank) * kN;
+          if (kHasFinal && !output_side && c == last && t0 + c == piece.of.end - 1 && has_rank && at < kN) {
+            const long long key = (given * kRank + rank) * kN;
             x += d_final_k[key + column(at)];
             y += d_final_k[key + column(at + 1)];
           }
-          if (n < kTurned) turn[i * kTurned + n] = 0.0f;
+          if (n < kTurns) turn[i * kTurns + n] = 0.0f;
           if (n < kTurned && rotated && c < kTokens) {
             const float2 was = load_pair(turned_rows + (lane_row + i * 8) * kPitchN + at);
             const float2 cs = trig[c * kPairs + pair];
-            turn[i * kTurned + n] = y * was.x - x * was.y;
+            turn[i * kTurns + n] = y * was.x - x * was.y;
             const float back = x * cs.x + y * cs.y;
             y = y * cs.x - x * cs.y;
             x = back;
@@ -1190,12 +1192,13 @@ __global__ void __launch_bounds__(Threads, 1)
           *reinterpret_cast<float2*>(to) = make_float2(bias_sum[0], bias_sum[1]);
         }
       }
-      share_over_ranks<8 * kTurned>(turn);
+      constexpr int kOwnTurns = kHalves * kTurns / kRanks;
+      share_over_ranks<kHalves * kTurns>(turn);
 #pragma unroll
-      for (int i = 0; i < 8 * kTurned / kRanks; ++i) {
-        const int row = rank * (8 / kRanks) + i / kTurned, c = lane_row / kRanks + row * 8 / kRanks;
-        const int pair = (column0 + i % kTurned * kApart) / 2;
-        if (pair < kPairs && c < kTokens) d_phase_here[c * kPairs + pair] = turn[i];
+      for (int i = 0; i < kOwnTurns; ++i) {
+        const int row = (rank * kOwnTurns + i) / kTurns, n = (rank * kOwnTurns + i) % kTurns;
+        const int c = lane_row / kRanks + row * 8 / kRanks, pair = (column0 + n * kApart) / 2;
+        if (n < kTurned && pair < kPairs && c < kTokens) d_phase_here[c * kPairs + pair] = turn[i];
       }
     }
     if (h + 1 < head1) now = ahead(h + 1);
@@ -1205,16 +1208,16 @@ __global__ void __launch_bounds__(Threads, 1)
     for (int i = thread; i < (last + 1) * kPairs; i += Threads) {
       const int c = i / kPairs, pair = i % kPairs;
       float sum = d_phase[i] + d_phase[kTokens * kPairs + i];
-      if (kHasFinal && t0 + c == kSeq - 1) sum += d_final_angle[((long long)b * kHeads + h) * kPairs + pair];
+      if (kHasFinal && t0 + c == piece.of.end - 1) sum += d_final_angle[given * kPairs + pair];
       angles[token_head(b, t0 + c, h) * kPairs + pair] = sum;
     }
     if constexpr (!kSiso) {
       for (int i = thread; i < kRank * kP; i += Threads) {
         const int slot = i / kP * kWideP + i % kP;
-        records[record + kMimoVAt + i] = sum_v[slot] + sum_v[slot + kRanks * kWideP];
+        records[record + kMimoVAt + i] = sum_of_rows(sum_v + slot);
         if constexpr (!kHasNorm) {
-          records[record + kMimoOAt + i] = sum_o[slot] + sum_o[slot + kRanks * kWideP];
-          records[record + kMimoZAt + i] = sum_z[slot] + sum_z[slot + kRanks * kWideP];
+          records[record + kMimoOAt + i] = sum_of_rows(sum_o + slot);
+          records[record + kMimoZAt + i] = sum_of_rows(sum_z + slot);
         }
       }
     }
@@ -1222,11 +1225,12 @@ __global__ void __launch_bounds__(Threads, 1)
       const float sum = warp_sum(lane < 8 ? skipped[lane] : 0.0f);
       if (lane == 0) records[record + kSkipAt] = sum;
     }
-    if (warp == 0) {  // Decays and weights of tokens: a lane has two rows.
-      float e[2], weight[2], diagonal[2], ends = 0.0f;
+    if (warp == 0) {                    // Decays and weights of tokens.
+      constexpr int kOwn = kRows / 32;  // rows of a lane
+      float e[kOwn], weight[kOwn], diagonal[kOwn], ends = 0.0f, suffix = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 2 * lane + i;
+      for (int i = 0; i < kOwn; ++i) {
+        const int row = kOwn * lane + i;
         const auto four = [&](const float* slots) {
           return slots[row] + slots[kRows + row] + (slots[2 * kRows + row] + slots[3 * kRows + row]);
         };
@@ -1235,16 +1239,16 @@ __global__ void __launch_bounds__(Threads, 1)
         weight[i] = below + row_left[row] * out;
         diagonal[i] = four(same);
         ends += row_out[row] * out;
+        suffix += e[i];
       }
       ends = warp_sum(ends) + exp2_fast(a_last) * warp_sum(lane < 16 ? carried[lane] : 0.0f);
-      float suffix = e[0] + e[1];
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
         const float other = __shfl_down_sync(0xffffffff, suffix, offset);
         if (lane + offset < 32) suffix += other;
       }
       const float after = __shfl_down_sync(0xffffffff, suffix, 1);
-      if constexpr (kRanks == 1) {
+      if constexpr (kRanks < kOwn) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int c = 2 * lane + i;
@@ -1254,14 +1258,16 @@ __global__ void __launch_bounds__(Threads, 1)
           d_gamma[head + c] = diagonal[i];
         }
       } else {
-        float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
+        float sum_f = 0.0f, sum_gamma = 0.0f;
 #pragma unroll
-        for (int offset = 1; offset < kRanks / 2; offset *= 2) {
+        for (int i = 0; i < kOwn; ++i) sum_f += weight[i], sum_gamma += diagonal[i];
+#pragma unroll
+        for (int offset = 1; offset < kRanks / kOwn; offset *= 2) {
           sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
           sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
         }
-        const int c = 2 * lane / kRanks;
-        if (2 * lane % kRanks == 0 && c <= last) {
+        const int c = kOwn * lane / kRanks;
+        if (kOwn * lane % kRanks == 0 && c <= last) {
           d_adt[head + c] = suffix + ends;
           d_f[head + c] = sum_f;
           d_gamma[head + c] = sum_gamma;
@@ -1272,7 +1278,7 @@ __global__ void __launch_bounds__(Threads, 1)
 
   float* sums = output_side ? q_sums : k_sums;
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
+  for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int c = (m * 16 + half * 8 + lane_row) / kRanks;
@@ -1289,36 +1295,40 @@ __global__ void __launch_bounds__(Threads, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 // Where there is a norm: the output is made again and its adjoint ahead of the norm is kept, [batch, heads, seq, rank,
 // p]. One block per chunk, head and row of the batch.
 
-constexpr int kNormalizeShared = 2 * (2 * kTileN + kTileP + kTileS + kTileM) + 8 * kTokens * kPairs +
-                                 4 * (3 * kRows + 8 * kRows + 2 * (2 * kRanks + 1) * kWideP);
+constexpr int kNormalizeShared = sizeof(Value) * (2 * kTileN + kTileP + kTileS + kTileM) + 8 * kTokens * kPairs +
+                                 4 * (4 * kRows + 8 * kRows + kDown * (2 * kRanks + 1) * kWideP);
 static_assert(kNormalizeShared == NORMALIZE_SHARED);
 
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    mamba3_normalize(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy, const float* q_bias,
-                     const float* k_bias, const float* mimo_v, const float* mimo_o, const float* mimo_z, const float* D,
-                     const float* norm_weight, const float* gamma, const float* f, const float* decay,
-                     const unsigned* phases, const bf16* states, bf16* normed, bf16* d_z, float* records) {
-  static_assert(Threads == 256);
+    mamba3_normalize(const Value* q, const Value* k, const Value* v, const Value* z, const Value* dy,
+                     const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
+                     const float* mimo_z, const float* D, const float* norm_weight, const float* gamma, const float* f,
+                     const float* decay, const float* rest, const unsigned* phases, const Value* states,
+                     const int* cu_seqlens, Value* normed, Value* d_z, float* records) {
+  static_assert(Threads == 4 * kRows);  // four warps for 32 rows
   extern __shared__ __align__(16) char memory[];
-  bf16* Q = reinterpret_cast<bf16*>(memory);
-  bf16* K = Q + kTileN;
-  bf16* V = K + kTileN;
-  bf16* S = V + kTileP;
-  bf16* M = S + kTileS;
+  Value* Q = reinterpret_cast<Value*>(memory);
+  Value* K = Q + kTileN;
+  Value* V = K + kTileN;
+  Value* S = V + kTileP;
+  Value* M = S + kTileS;
   float2* trig = reinterpret_cast<float2*>(M + kTileM);
   float* row_a = reinterpret_cast<float*>(trig + kTokens * kPairs);
-  float *row_f = row_a + kRows, *row_gamma = row_f + kRows;
-  float *squares = row_gamma + kRows, *products = squares + 4 * kRows;        // [4][row]: of o, and of m hat
-  float *sum_o = products + 4 * kRows, *sum_z = sum_o + 2 * kRanks * kWideP;  // [2][rank][p]
-  float* sum_weight = sum_z + 2 * kRanks * kWideP;                            // [2][p]
+  float *row_f = row_a + kRows, *row_gamma = row_f + kRows, *row_rest = row_gamma + kRows;
+  float *squares = row_rest + kRows, *products = squares + 4 * kRows;             // [4][row]: of o, and of m hat
+  float *sum_o = products + 4 * kRows, *sum_z = sum_o + kDown * kRanks * kWideP;  // [kDown][rank][p]
+  float* sum_weight = sum_z + kDown * kRanks * kWideP;                            // [kDown][p]
 
   const int chunk = blockIdx.x, h = blockIdx.y % kHeads, b = blockIdx.y / kHeads;
   const int lane = threadIdx.x % 32, warp = warp_of_block(), lane_row = lane / 4, lane_column = lane % 4 * 2;
-  const int t0 = chunk * kTokens, last = min(kTokens, kSeq - t0) - 1, rank = lane_row % kRanks;
+  const Piece piece = piece_of<kTokens>(cu_seqlens, b, chunk);
+  const int t0 = piece.t0, last = piece.last, rank = lane_row % kRanks;
+  if (kPacked && last < 0) return;
   const bool has_rank = rank < kRank;
   const long long head = head_token(b, h, t0), row0 = (long long)param_row(b) * kHeads + h;
   for (int i = threadIdx.x; i < kNormalizeShared / 4; i += Threads) reinterpret_cast<float*>(memory)[i] = 0.0f;
@@ -1332,24 +1342,32 @@ __global__ void __launch_bounds__(Threads)
     row_a[threadIdx.x] = decay[head + (there ? c : last)];
     row_f[threadIdx.x] = there ? f[head + c] : 0.0f;
     row_gamma[threadIdx.x] = there ? gamma[head + c] : 0.0f;
+    if constexpr (kExact) row_rest[threadIdx.x] = rest[head + (there ? c : last)];
   }
-  stage_keys<Threads>(Q, K, trig, q, k, q_bias, k_bias, phases, b, t0, last, h);
+  Ahead<Threads> keys;
+  load_keys<Threads>(keys, q, k, phases, b, t0, last, h);
+  stage_keys<Threads>(keys, Q, K, trig, last, q_bias + row0 * kRank * kN, k_bias + row0 * kRank * kN);
   for (int unit = threadIdx.x; unit < kRows * (kP / 8); unit += Threads) {
     const int row = unit / (kP / 8), p = unit % (kP / 8) * 8, c = row / kRanks, r = row % kRanks;
     float x[8] = {};
     if (c <= last && r < kRank) {
-      const uint4 words = *reinterpret_cast<const uint4*>(v + token_head(b, t0 + c, h) * kP + p);
-      expanded(words, mimo_v + row0 * kRank * kP, r * kP + p, x);
+      unpack8(eight_at(v + token_head(b, t0 + c, h) * kP + p), x);
+      if constexpr (!kSiso) {
+        float weight[8];
+        load8(mimo_v + (row0 * kRank + r) * kP + p, weight);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] *= weight[i];
+      }
     }
-    store8(V + row * kPitchP + p, x);
+    store_tile<8>(V + row * kPitchP + p, x);
   }
   __syncthreads();
 
-  for (int block = warp; block < 16; block += Threads / 32) {
-    const int i0 = block / 4 * 16, j0 = block % 4 * 16;
+  for (int block = warp; block < kBlocks * kBlocks; block += Threads / 32) {
+    const int i0 = block / kBlocks * 16, j0 = block % kBlocks * 16;
     if (j0 > i0) continue;
     float qk[1][2][4] = {};
-    add_product<1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
+    add_product<kPasses, 1, 2, kWideN / 16, false, true>(qk, Q + i0 * kPitchN, kPitchN, K + j0 * kPitchN, kPitchN);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -1359,10 +1377,12 @@ __global__ void __launch_bounds__(Threads)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int ci = i / kRanks, cj = (j + e) / kRanks;
-          const float w = cj < ci ? exp2_fast(row_a[i] - row_a[j + e]) * row_f[j + e] : row_gamma[i];
+          float sum = row_a[i] - row_a[j + e];
+          if constexpr (kExact) sum += row_rest[i] - row_rest[j + e];
+          const float w = cj < ci ? exp2_fast(sum) * row_f[j + e] : row_gamma[i];
           m[e] = cj <= ci ? qk[0][n][2 * half + e] * w : 0.0f;
         }
-        store_pair(M + i * kPitchM + j, m[0], m[1]);
+        store_tile(M + i * kPitchM + j, m[0], m[1]);
       }
     }
   }
@@ -1372,15 +1392,15 @@ __global__ void __launch_bounds__(Threads)
   constexpr int kOwnP = kWideP / 32;
   const int m0 = warp / 4 * 32, p0 = warp % 4 * (kWideP / 4);
   float d[2][kOwnP][4] = {};
-  add_product<2, kOwnP, kWideN / 16, false, false>(d, Q + m0 * kPitchN, kPitchN, S + p0, kPitchP);
+  add_product<kPasses, 2, kOwnP, kWideN / 16, false, false>(d, Q + m0 * kPitchN, kPitchN, S + p0, kPitchP);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const float low = exp2_fast(row_a[m0 + m * 16 + lane_row]), high = exp2_fast(row_a[m0 + m * 16 + 8 + lane_row]);
 #pragma unroll
     for (int n = 0; n < kOwnP; ++n) d[m][n][0] *= low, d[m][n][1] *= low, d[m][n][2] *= high, d[m][n][3] *= high;
   }
-  add_product<2, kOwnP, kRows / 16, false, false, Zeros::kAbove>(d, M + m0 * kPitchM, kPitchM, V + p0, kPitchP,
-                                                                 m0 / 16);
+  add_product<kPasses, 2, kOwnP, kBlocks, false, false, Zeros::kAbove>(d, M + m0 * kPitchM, kPitchM, V + p0, kPitchP,
+                                                                       m0 / 16);
   const float skip = kHasSkip ? D[row0] : 0.0f;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -1419,9 +1439,9 @@ __global__ void __launch_bounds__(Threads)
     float2 fold = make_float2(1.0f, 1.0f), spread = fold, weight = make_float2(0.0f, 0.0f);
     float2 d_fold = weight, d_spread = weight, d_weight = weight;
     if (inside) {
-      if constexpr (!kSiso && !kKeepsRank) fold = *reinterpret_cast<const float2*>(mimo_o + param);
-      if constexpr (!kSiso && kHasGate) spread = *reinterpret_cast<const float2*>(mimo_z + param);
-      weight = *reinterpret_cast<const float2*>(norm_weight + row0 * kP + p);
+      if constexpr (!kSiso && !kKeepsRank) fold = load_pair(mimo_o + param);
+      if constexpr (!kSiso && kHasGate) spread = load_pair(mimo_z + param);
+      weight = load_pair(norm_weight + row0 * kP + p);
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -1494,12 +1514,14 @@ __global__ void __launch_bounds__(Threads)
     }
   }
   float* record = records + record_at(b, chunk, h);
-  for (int p = threadIdx.x; p < kP; p += Threads) record[kNormAt + p] = sum_weight[p] + sum_weight[kWideP + p];
+  for (int p = threadIdx.x; p < kP; p += Threads) {
+    record[kNormAt + p] = kDown == 1 ? sum_weight[p] : sum_weight[p] + sum_weight[kWideP + p];
+  }
   if constexpr (!kSiso) {
     for (int i = threadIdx.x; i < kRank * kP; i += Threads) {
       const int slot = i / kP * kWideP + i % kP;
-      record[kMimoOAt + i] = sum_o[slot] + sum_o[slot + kRanks * kWideP];
-      record[kMimoZAt + i] = sum_z[slot] + sum_z[slot + kRanks * kWideP];
+      record[kMimoOAt + i] = sum_of_rows(sum_o + slot);
+      record[kMimoZAt + i] = sum_of_rows(sum_z + slot);
     }
   }
 }
@@ -1509,7 +1531,7 @@ __global__ void __launch_bounds__(Threads)
 
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    mamba3_group_sums(const float* q_sums, const float* k_sums, bf16* d_q, bf16* d_k) {
+    mamba3_group_sums(const float* q_sums, const float* k_sums, Value* d_q, Value* d_k) {
   begin();
   constexpr long long kRowsOfAll = (long long)kBatch * kSeq * kRank * kGroups, kSize = kRowsOfAll * kN;
   const long long unit = (long long)blockIdx.x * Threads + threadIdx.x;
@@ -1523,23 +1545,23 @@ __global__ void __launch_bounds__(Threads)
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] += y[i];
   }
-  bf16* to = (blockIdx.y ? d_k : d_q) + unit / (kN / 8) * kN;
+  Value* to = (blockIdx.y ? d_k : d_q) + unit / (kN / 8) * kN;
   const int pair = int(unit % (kN / 8)) * 4;
   if constexpr (kHalf) {
-    *reinterpret_cast<uint2*>(to + pair) = make_uint2(bfloat16_pair(x[0], x[2]), bfloat16_pair(x[4], x[6]));
-    *reinterpret_cast<uint2*>(to + kN / 2 + pair) = make_uint2(bfloat16_pair(x[1], x[3]), bfloat16_pair(x[5], x[7]));
+    const float apart[8] = {x[0], x[2], x[4], x[6], x[1], x[3], x[5], x[7]};
+    store_run<4>(to + pair, apart);
+    store_run<4>(to + kN / 2 + pair, apart, 4);
   } else {
-    *reinterpret_cast<uint4*>(to + 2 * pair) = make_uint4(bfloat16_pair(x[0], x[1]), bfloat16_pair(x[2], x[3]),
-                                                          bfloat16_pair(x[4], x[5]), bfloat16_pair(x[6], x[7]));
+    store_run<8>(to + 2 * pair, x);
   }
 }
 
 // Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y). A thread has
-// two neighbouring elements.
+// two neighbouring elements. of_states: what mimo_v gets of initial states besides.
 template <int Threads, typename Record>
 __global__ void __launch_bounds__(Threads)
     mamba3_parameter_sums(const Record* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
-                          float* d_mimo_z, float* d_norm_weight, float* d_D) {
+                          float* d_mimo_z, float* d_norm_weight, float* d_D, const float* of_states) {
   begin();
   const int i = 2 * (blockIdx.x * Threads + threadIdx.x), b = blockIdx.y;
   if (i >= kHeads * kRecord) return;
@@ -1566,76 +1588,138 @@ __global__ void __launch_bounds__(Threads)
   float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
   for (int n = 0; n < kChunks; ++n) {
-    float2 own;
-    if constexpr (sizeof(Record) == 2) {
-      own = unpack(*reinterpret_cast<const unsigned*>(from + (long long)n * kHeads * kRecord));
-    } else {
-      own = *reinterpret_cast<const float2*>(from + (long long)n * kHeads * kRecord);
-    }
+    const float2 own = load_pair(from + (long long)n * kHeads * kRecord);
     sum.x += own.x, sum.y += own.y;
+  }
+  if (kHasState && !kSiso && at >= kMimoVAt && at < kMimoOAt) {
+    for (int j = 0; j < kSequences; ++j) {
+      const float2 own = load_pair(of_states + state_row(b, j, h) * kRank * kP + at - kMimoVAt);
+      sum.x += own.x, sum.y += own.y;
+    }
   }
   if (second) to[second] = sum.y;
   *to = sum.x;
 }
 
-// Along time, of one head: d_phases (in the memory of d_angles) summed from the end, and with them dt, trap, angles.
+namespace {
+
+// Of the pair's rows a and b in a state S, and in its adjoint dS: the sum over p of dS_a S_b - dS_b S_a. In states that
+// warpgroups keep, row p of a panel has 64 columns, swizzled.
+__device__ inline float moment_of(const Value* adjoint, const Value* state, int pair) {
+  float sum = 0.0f;
+  if constexpr (kPanels) {
+    const int at = pair / 32 * (64 * kP) + pair % 4 * 2, unit = pair % 32 / 4;
+#pragma unroll 8
+    for (int p = 0; p < kP; ++p) {
+      const int place = at + p * 64 + (unit ^ p % 8) * 8;
+      const float2 x = load_pair(adjoint + place), y = load_pair(state + place);
+      sum += x.x * y.y - x.y * y.x;
+    }
+  } else {
+#pragma unroll 2
+    for (int p = 0; p < kP; p += 8) {
+      float dx[8], dy[8], x[8], y[8];
+      unpack8(eight_at(adjoint + 2 * pair * kP + p), dx);
+      unpack8(eight_at(adjoint + (2 * pair + 1) * kP + p), dy);
+      unpack8(eight_at(state + 2 * pair * kP + p), x);
+      unpack8(eight_at(state + (2 * pair + 1) * kP + p), y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += dx[i] * y[i] - dy[i] * x[i];
+    }
+  }
+  return sum;
+}
+
+}  // namespace
+
+// Spans of tokens, pieces of their sequence. What a span's phases get of all that follows it: turning all later tokens
+// by an angle is turning the state between the other way, and the end of the sequence with them. So it is the moment of
+// that state with its adjoint, sum over p of dS_a S_b - dS_b S_a for a rotated pair (a, b), and what the last span gets
+// of itself and of the sequence's end. It does not add up rounding errors as the sum over all later tokens would.
+//
+// A thread has a pair at the end of a span.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    mamba3_moments(const Value* states, const Value* adjoints, const float* d_phases, const int* cu_seqlens,
+                   float* moments) {
+  begin();
+  const long long index = (long long)blockIdx.x * Threads + threadIdx.x;
+  if (index >= (long long)kBatch * kHeads * kSpans * kPairs) return;
+  const int pair = index % kPairs, span = index / kPairs % kSpans, row = index / ((long long)kPairs * kSpans);
+  const int h = row % kHeads, b = row / kHeads;
+  const Piece piece = piece_of<kSpan>(cu_seqlens, b, span);
+  if (piece.last < 0) return;
+  const auto moment = [&](int t) {  // of the state before token t
+    const int chunk = piece.of.piece<kTokens>() + (t - piece.of.first) / kTokens;
+    return moment_of(adjoints + state_at(b, h, chunk - 1), states + state_at(b, h, chunk), pair);
+  };
+  float sum = 0.0f;
+  if (const int next = piece.t0 + kSpan; next < piece.of.end) {
+    sum = moment(next);
+    if constexpr (kHasFinal) {
+      const int last = piece.of.first + (piece.of.tokens() - 1) / kSpan * kSpan;
+      sum -= moment(last);
+      for (int t = last; t < piece.of.end; ++t) sum += d_phases[token_head(b, t, h) * kPairs + pair];
+    }
+  }
+  moments[index] = sum;
+}
+
+// Along a span, of one head: d_phases (in the memory of d_angles) summed from the end, and with them dt, trap, angles.
+// A warp has a span. d_delta: of the weight of an initial state's key.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_time_gradients(const float* angles, const float* dt, const float* trap, const float* d_f,
-                          const float* d_gamma, float* d_angles, float* d_dt, float* d_trap, float* d_start) {
-  constexpr int kRun = 8, kRound = Threads / 32 * kRun, kOwn = (kPairs + 31) / 32;  // tokens of a warp, in rounds
-  __shared__ float sums[Threads / 32][kOwn * 32];
+                          const float* d_gamma, const float* moments, const float* d_delta, const int* cu_seqlens,
+                          float* d_angles, float* d_dt, float* d_trap, float* d_start) {
+  constexpr int kRun = 8, kOwn = (kPairs + 31) / 32;  // tokens that are loaded at once, pairs of a lane
   begin();
-  const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, warp = warp_of_block(), lane = threadIdx.x % 32;
+  const long long index = (long long)blockIdx.x * (Threads / 32) + warp_of_block();
+  if (index >= (long long)kBatch * kHeads * kSpans) return;
+  const int span = index % kSpans, lane = threadIdx.x % 32, h = index / kSpans % kHeads, b = index / kSpans / kHeads;
+  const Piece piece = piece_of<kSpan>(cu_seqlens, b, span);
+  if (piece.last < 0) return;
   const long long head = head_token(b, h, 0), first = token_head(b, 0, h) * kPairs;
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
-  float after[kOwn] = {};  // of all later rounds
-  for (int round = (kSeq - 1) / kRound * kRound; round >= 0; round -= kRound) {
-    const int begin = round + warp * kRun;
-    float sum[kOwn][kRun], rate[kOwn][kRun];
+  float total[kOwn];  // of all later tokens
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) total[i] = lane + 32 * i < kPairs ? moments[index * kPairs + lane + 32 * i] : 0.0f;
+  const int end = piece.t0 + piece.last;
+  struct Run {
+    float phase[kOwn][kRun], angle[kOwn][kRun];
+  };
+  const auto load = [&](int begin) {
+    Run run;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < kRun; ++j) {
-        const bool there = lane + 32 * i < kPairs && begin + j < kSeq;
+        const bool there = lane + 32 * i < kPairs && begin + j <= end;
         const long long at = first + (long long)(begin + j) * kHeads * kPairs + lane + 32 * i;
-        sum[i][j] = there ? d_angles[at] : 0.0f;
-        rate[i][j] = there ? angles[at] : 0.0f;
+        run.phase[i][j] = there ? d_angles[at] : 0.0f;
+        run.angle[i][j] = there ? angles[at] : 0.0f;
       }
     }
-    if (const int earlier = begin - kRound + lane % kRun; lane < 2 * kRun && earlier >= 0) {
-      want((lane < kRun ? angles : d_angles) + first + (long long)earlier * kHeads * kPairs);
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-      for (int j = kRun - 2; j >= 0; --j) sum[i][j] += sum[i][j + 1];
-      sums[warp][32 * i + lane] = sum[i][0];
-    }
-    __syncthreads();
-    float own[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      own[i] = after[i];
-      for (int w = Threads / 32 - 1; w >= 0; --w) {
-        const float other = sums[w][32 * i + lane];
-        if (w > warp) own[i] += other;
-        after[i] += other;
-      }
-    }
+    return run;
+  };
+  Run next = load(piece.t0 + piece.last / kRun * kRun);
+  for (int begin = piece.t0 + piece.last / kRun * kRun; begin >= piece.t0; begin -= kRun) {
+    const Run run = next;
+    if (begin > piece.t0) next = load(begin - kRun);
     float d_step[kRun];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) {
+    for (int j = kRun - 1; j >= 0; --j) {
       const int t = begin + j;
-      const float step = dt[min(t, kSeq - 1)];
+      const float step = dt[min(t, end)];
       d_step[j] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const float tanh_angle = tanhf(rate[i][j]), total = own[i] + sum[i][j];
-        if (lane + 32 * i < kPairs && t < kSeq) {
+        total[i] += run.phase[i][j];
+        const float tanh_angle = tanh_of(run.angle[i][j]);
+        if (lane + 32 * i < kPairs && t <= end) {
           d_angles[first + (long long)t * kHeads * kPairs + lane + 32 * i] =
-              total * kPi * step * (1.0f - tanh_angle * tanh_angle);
-          d_step[j] += total * kPi * tanh_angle;
+              total[i] * kPi * step * (1.0f - tanh_angle * tanh_angle);
+          d_step[j] += total[i] * kPi * tanh_angle;
         }
       }
     }
@@ -1650,36 +1734,57 @@ __global__ void __launch_bounds__(Threads)
     }
     const float sum_step = quad_sum(d_step[0]);
     const int t = begin + lane / 4;
-    if (lane % 4 == 0 && t < kSeq) {
+    if (lane % 4 == 0 && t <= end) {
       const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
-      const float weight = d_f[t], own_weight = weight + d_gamma[t], before = t > 0 ? d_f[t - 1] : 0.0f;
+      const float weight = d_f[t], own_weight = weight + d_gamma[t];
+      const float before = t > piece.of.first ? d_f[t - 1]
+                           : kHasState        ? d_delta[state_row(b, piece.of.number, h)]
+                                              : 0.0f;
       d_dt[t] = sum_step + mix * own_weight + (1.0f - mix) * before;
       d_trap[t] = step * (own_weight - before) * mix * (1.0f - mix);
     }
-    __syncthreads();
   }
-  if (kHasState && warp == 0) {
+  if (kHasState && piece.t0 == piece.of.first) {
+    d_start += state_row(b, piece.of.number, h) * kPairs;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      if (lane + 32 * i < kPairs) d_start[((long long)b * kHeads + h) * kPairs + lane + 32 * i] = after[i];
+      if (lane + 32 * i < kPairs) d_start[lane + 32 * i] = total[i];
     }
   }
 }
 
-// What the initial state gives beyond its matrix, whose gradient d_ssm is there: one block per row and head.
+// What the initial state gives beyond its matrix, whose gradient d_ssm is there: one block per sequence and head. An
+// empty sequence passes its state through.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba3_state_gradients(const float* dt, const float* trap, const float* mimo_v, const float* state_k,
-                           const float* state_v, const float* d_ssm, float* d_k, float* d_v, float* d_mimo_v,
-                           float* d_dt, float* d_trap) {
-  __shared__ float pending[kRank][kP], total[8];
+                           const float* state_v, const float* d_ssm, const float* d_final_angle, const float* d_final_k,
+                           const float* d_final_v, const int* cu_seqlens, float* d_angle, float* d_k, float* d_v,
+                           float* d_mimo_v, float* d_delta) {
+  __shared__ float pending[kRank][kP], total[Threads / 32];
   begin();
-  const int h = blockIdx.x % kHeads, b = blockIdx.x / kHeads, lane = threadIdx.x % 32, warp = warp_of_block();
-  const long long row = (long long)b * kHeads + h, param = ((long long)param_row(b) * kHeads + h) * kRank * kP;
-  const float step = dt[row * kSeq], mix = 1.0f / (1.0f + expf(-trap[row * kSeq])), weight = (1.0f - mix) * step;
+  const int h = blockIdx.x % kHeads, j = blockIdx.x / kHeads % kSequences, b = blockIdx.x / (kHeads * kSequences);
+  const int lane = threadIdx.x % 32, warp = warp_of_block();
+  const Sequence own = sequence_of(cu_seqlens, b, j);
+  const long long row = state_row(b, j, h), param = ((long long)param_row(b) * kHeads + h) * kRank * kP;
   d_ssm += row * kP * kN, state_k += row * kRank * kN, state_v += row * kP;
+  d_k += row * kRank * kN, d_v += row * kP, d_mimo_v += row * kRank * kP;
+  if (own.tokens() == 0) {
+    const auto pass = [&](float* to, const float* from, int size) {
+      for (int i = threadIdx.x; i < size; i += Threads) to[i] = kHasFinal ? from[row * size + i] : 0.0f;
+    };
+    pass(d_angle + row * kPairs, d_final_angle, kPairs);
+    pass(d_k, d_final_k, kRank * kN);
+    pass(d_v, d_final_v, kP);
+    if constexpr (!kSiso) {
+      for (int i = threadIdx.x; i < kRank * kP; i += Threads) d_mimo_v[i] = 0.0f;
+    }
+    return;
+  }
+  const long long first = head_token(b, h, own.first);
+  const float weight = delta_of(dt[first], trap[first]);
 
-  for (int i = warp; i < kRank * kP; i += 8) {  // sums over the state's columns
+  for (int i = warp; i < kRank * kP; i += Threads / 32) {  // sums over the state's columns
     const int r = i / kP, p = i % kP;
     float sum = 0.0f;
     for (int n = lane; n < kN; n += 32) sum += d_ssm[p * kN + n] * state_k[r * kN + n];
@@ -1692,9 +1797,9 @@ __global__ void __launch_bounds__(Threads)
     float sum = 0.0f;
     for (int r = 0; r < kRank; ++r) {
       sum += pending[r][p] * (kSiso ? 1.0f : mimo_v[param + r * kP + p]);
-      if (!kSiso) d_mimo_v[row * kRank * kP + r * kP + p] += weight * pending[r][p] * state_v[p];
+      if (!kSiso) d_mimo_v[r * kP + p] = weight * pending[r][p] * state_v[p];
     }
-    d_v[row * kP + p] = weight * sum;
+    d_v[p] = weight * sum;
     d_weight += sum * state_v[p];
   }
   d_weight = warp_sum(d_weight);
@@ -1705,13 +1810,12 @@ __global__ void __launch_bounds__(Threads)
     for (int p = 0; p < kP; ++p) {
       sum += d_ssm[p * kN + n] * state_v[p] * (kSiso ? 1.0f : mimo_v[param + r * kP + p]);
     }
-    d_k[row * kRank * kN + i] = weight * sum;
+    d_k[i] = weight * sum;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
     float sum = 0.0f;
-    for (int w = 0; w < 8; ++w) sum += total[w];
-    d_dt[row * kSeq] += (1.0f - mix) * sum;
-    d_trap[row * kSeq] -= step * sum * mix * (1.0f - mix);
+    for (int w = 0; w < Threads / 32; ++w) sum += total[w];
+    d_delta[row] = sum;
   }
 }

@@ -42,11 +42,12 @@ struct ChunkMemory {
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
                        kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
-  static constexpr int kTables = kAdjointM + kPanel, kPhase = kTables + 2 * kTable,
-                       kBias = kPhase + C::kTokens * kTurnPitch * 4,  // [side][warp][rank][column]
-      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                 // [v, o, z][warp][rank][p]
-      kSlots = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0),
-                       kBarriers = kSlots + C::kPairs / 2 / C::kRank * 128 * 4, kBytes = kBarriers + 80;
+  // What phases get, of the key side and of the query side: see `turn_at`.
+  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
+  static constexpr int kTables = kAdjointM + kPanel, kKeyTurns = kTables + 2 * kTable,
+                       kQueryTurns = kKeyTurns + kTurned, kBias = kQueryTurns + kTurned,  // [side][warp][rank][column]
+      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                                     // [v, o, z][warp][rank][p]
+      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 96;
 
   char* base;
   // Barriers.
@@ -55,9 +56,11 @@ struct ChunkMemory {
   __device__ unsigned state_here() const { return at(kBarriers + 32); }
   __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
-  __device__ unsigned phases_here() const { return at(kBarriers + 56); }
-  __device__ unsigned outputs_done() const { return at(kBarriers + 64); }
-  __device__ unsigned state_free() const { return at(kBarriers + 72); }
+  __device__ unsigned outputs_done() const { return at(kBarriers + 56); }
+  __device__ unsigned state_free() const { return at(kBarriers + 64); }
+  __device__ unsigned products_free() const { return at(kBarriers + 72); }
+  __device__ unsigned phases_here() const { return at(kBarriers + 80); }
+  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -116,41 +119,57 @@ struct ChunkPlace {
 
 constexpr int kTeam = 128;  // threads of a warpgroup
 
-// A head's weights of rows, by one warp.
+// A head's weights of rows, by one warp: a lane has two rows.
 template <class C>
-__device__ __forceinline__ void stage_rows(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                           const ChunkMemory<C>& memory, int h, int buffer) {
-  const long long head = place.head_token(in, h);
-  const float total = in.decay[head + place.last];
+struct RowWeights {
+  float total, a[2], f[2], gamma[2];
+
+  static __device__ __forceinline__ int row(int i) { return threadIdx.x % 32 + 32 * i; }
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+    const long long head = place.head_token(in, h);
+    total = in.decay[head + place.last];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = threadIdx.x % 32 + 32 * i, c = row / C::kRank;
-    const bool there = c <= place.last;
-    const float a = there ? in.decay[head + c] : total, weight = there ? in.f[head + c] : 0.0f;
-    memory.rows(buffer, kDecay)[row] = a;
-    memory.rows(buffer, kF)[row] = weight;
-    memory.rows(buffer, kGamma)[row] = there ? in.gamma[head + c] : 0.0f;
-    memory.rows(buffer, kIn)[row] = exp2_fast(a);
-    memory.rows(buffer, kOut)[row] = weight * exp2_fast(total - a);
-    memory.rows(buffer, kLeft)[row] = exp2_fast(total - a);
+    for (int i = 0; i < 2; ++i) {
+      const int c = row(i) / C::kRank;
+      const bool there = c <= place.last;
+      a[i] = there ? in.decay[head + c] : total;
+      f[i] = there ? in.f[head + c] : 0.0f;
+      gamma[i] = there ? in.gamma[head + c] : 0.0f;
+    }
   }
-}
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int buffer) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float left = exp2_fast(total - a[i]);
+      memory.rows(buffer, kDecay)[row(i)] = a[i];
+      memory.rows(buffer, kF)[row(i)] = f[i];
+      memory.rows(buffer, kGamma)[row(i)] = gamma[i];
+      memory.rows(buffer, kIn)[row(i)] = exp2_fast(a[i]);
+      memory.rows(buffer, kOut)[row(i)] = f[i] * left;
+      memory.rows(buffer, kLeft)[row(i)] = left;
+    }
+  }
+};
 
 // Where a warpgroup's thread finds phases: four pairs of token `token(i)`.
 template <class C>
 struct TurnUnits {
   static constexpr int kUnits = C::kPairs / 4, kEach = (C::kTokens * kUnits + kTeam - 1) / kTeam;
   static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
-  uint4 phases[kEach];
+  uint2 phases[kEach];
 
-  static __device__ __forceinline__ int token(int i) { return (threadIdx.x % kTeam + i * kTeam) / kUnits; }
-  static __device__ __forceinline__ int pair(int i) { return (threadIdx.x % kTeam + i * kTeam) % kUnits * 4; }
+  int thread;
+
+  __device__ __forceinline__ TurnUnits() : thread(thread_anew()) {}
+  __device__ __forceinline__ int token(int i) const { return (thread + i * kTeam) / kUnits; }
+  __device__ __forceinline__ int pair(int i) const { return (thread + i * kTeam) % kUnits * 4; }
 
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs) + pair(i);
-      phases[i] = *reinterpret_cast<const uint4*>(in.angles + at);
+      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs);
+      phases[i] = *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned short*>(in.angles + at) + pair(i));
     }
   }
   // As cosines and sines [token][pair] in 16 bits.
@@ -158,32 +177,14 @@ struct TurnUnits {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (!kWhole && token(i) >= C::kTokens) continue;
-      const unsigned phase[4] = {phases[i].x, phases[i].y, phases[i].z, phases[i].w};
+      float sine[4], cosine[4];
+      sincos_of_phases(phases[i], sine, cosine);
       unsigned words[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float sine, cosine;
-        sincos_of_phase_fast(phase[e], sine, cosine);
-        words[e] = Pair<__half>::of(cosine, sine);
-      }
+      for (int e = 0; e < 4; ++e) words[e] = Pair<__half>::of(cosine[e], sine[e]);
       *reinterpret_cast<uint4*>(turns + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
-  }
-};
-
-// Eight columns of a token's v, dy and z; zeros if there is no such token.
-template <class C>
-struct ValueUnit {
-  uint4 v, dy, z;
-
-  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int c) {
-    v = dy = z = make_uint4(0, 0, 0, 0);
-    if (c > place.last) return;
-    const long long at = place.token_head(c, h, C::kP) + threadIdx.x % 8 * 8;
-    v = read_once(in.v + at);
-    dy = read_once(in.dy + at);
-    if constexpr (C::kGate) z = read_once(in.z + at);
   }
 };
 
@@ -191,7 +192,7 @@ struct ValueUnit {
 template <class C>
 __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
 #pragma unroll
-  for (int i = threadIdx.x % kTeam; i < 4 * C::kTokens; i += kTeam) {
+  for (int i = thread_anew(); i < 4 * C::kTokens; i += kTeam) {
     const int which = i / C::kTokens, c = min(i % C::kTokens, place.last);
     if (which == 0) want(in.angles + place.token_head(c, h, C::kPairs));
     if (which == 1) want(in.v + place.token_head(c, h, C::kP));
@@ -200,69 +201,86 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
+// 16 bytes to shared memory, as part of the thread's current group of copies; zeros if they are not there.
+__device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool there = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
 // Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
-// head. By the output's warpgroup, which would only wait for M otherwise.
+// head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
+// otherwise.
 template <class C>
 __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
                                              const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, p = piece * 8, h = place.head + i, buffer = i % 2;
-  ValueUnit<C> next;
-  next.load(in, place, h, first);
+  constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+#pragma unroll
+  for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
+    const int c = first + j * (kTeam / 8);
+    const bool there = c <= place.last;
+    const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
+    const unsigned tile = shared_address(values) + swizzled(c, piece),
+                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
+    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
+    copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
+    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
+  }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
+    const unsigned to = shared_address(memory.template table<float>(buffer, Memory::kWeights));
 #pragma unroll
-    for (int j = threadIdx.x % kTeam; j < 3 * kEach; j += kTeam) {
+    for (int j = threadIdx.x % kTeam; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-      *reinterpret_cast<float4*>(memory.template table<float>(buffer, Memory::kWeights) +
-                                 (which * C::kRank + r) * Memory::kWidePitch + column) =
-          __ldg(reinterpret_cast<const float4*>(from + (place.param(h) * C::kRank + r) * C::kP + column));
+      copy_piece(to + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
+                 from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
-    named_barrier(4, kTeam);
   }
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + p;
-  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
+  if constexpr (Memory::kOutput) {
 #pragma unroll 1
-  for (int c = first; c < C::kTokens; c += kTeam / 8) {
-    const ValueUnit<C> own = next;
-    if (c + kTeam / 8 < C::kTokens) next.load(in, place, h, c + kTeam / 8);
-    if constexpr (Memory::kOutput) {
-      bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + p;
-      *reinterpret_cast<uint4*>(raw) = own.dy;
-      *reinterpret_cast<uint4*>(raw + C::kTokens * Memory::kWidePitch) = own.z;
-      if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(raw + 2 * C::kTokens * Memory::kWidePitch) = own.v;
-    }
-    float value[8], up[8], gate[8];
-    unpack8(own.v, value), unpack8(own.dy, up), unpack8(own.z, gate);
+    for (int c = first; c < C::kTokens; c += kTeam / 8) {
+      const auto piece_of = [&](int kind) {
+        return *reinterpret_cast<const uint4*>(raw + c * Memory::kWidePitch + kind * kKind);
+      };
+      float value[8], up[8], gate[8];
+      unpack8(piece_of(0), up);
+      if constexpr (C::kGate) unpack8(piece_of(1), gate);
+      if constexpr (C::kWeighted) unpack8(piece_of(2), value);
 #pragma unroll 1
-    for (int r = 0; r < C::kRank; ++r) {
-      float x[8], y[8];
+      for (int r = 0; r < C::kRank; ++r) {
+        float x[8], y[8];
 #pragma unroll
-      for (int e = 0; e < 8; e += 4) {
-        float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
-        if constexpr (C::kWeighted) {
-          const float* from = weights + r * Memory::kWidePitch + e;
-          weight_v = *reinterpret_cast<const float4*>(from);
-          weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
-          weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
-        }
-        const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
-                    own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
-                    own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
+        for (int e = 0; e < 8; e += 4) {
+          float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
+          if constexpr (C::kWeighted) {
+            const float* from = weights + r * Memory::kWidePitch + e;
+            weight_v = *reinterpret_cast<const float4*>(from);
+            weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
+            if constexpr (C::kGate)
+              weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
+          }
+          const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
+                      own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
+                      own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[e + i] = value[e + i] * own_v[i];
-          y[e + i] = up[e + i] * own_o[i];
-          if constexpr (C::kGate) {
-            y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (C::kWeighted) x[e + i] = value[e + i] * own_v[i];
+            y[e + i] = up[e + i] * own_o[i];
+            if constexpr (C::kGate) y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
           }
         }
+        const unsigned to = swizzled(c * C::kRank + r, piece);
+        if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(values + to) = pack8(x);
+        *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
       }
-      const unsigned to = swizzled(c * C::kRank + r, piece);
-      *reinterpret_cast<uint4*>(values + to) = pack8(x);
-      *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
     }
   }
   fence_async_proxy();
@@ -281,7 +299,7 @@ struct KeyRows {
   float q_bias[8], k_bias[8];
 
   __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
-    const int thread = threadIdx.x % kTeam;
+    const int thread = thread_anew();
     unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
     to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
          swizzled(first, unit % 8);
@@ -315,16 +333,23 @@ struct KeyRows {
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     char* row = to;
+    const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
+    uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+    uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
+    if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
+      const uint4 own_q = q, own_k = k, own_turn = turn;
+      if (i < 7) {  // the next row is on its way meanwhile
+        q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
+        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+      }
       float x[8], y[8];
-      unpack8(copied(row), x), unpack8(copied(row + Memory::kK - Memory::kQ), y);
+      unpack8(own_q, x), unpack8(own_k, y);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
       if constexpr (Turning) {
-        uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
-        if (C::kPairs % 32 == 0 || unit < C::kPairs / 4) turn = *reinterpret_cast<const uint4*>(turns);
-        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+        const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
@@ -334,7 +359,7 @@ struct KeyRows {
       }
       *reinterpret_cast<uint4*>(row) = pack8(x);
       *reinterpret_cast<uint4*>(row + Memory::kK - Memory::kQ) = pack8(y);
-      row += 1024, turns += kNext * Memory::kTurnPitch;
+      row += 1024;
     }
   }
 
@@ -345,7 +370,7 @@ struct KeyRows {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + 8), "l"(from + C::kN / 2) : "memory");
     } else {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+      copy_piece(to, from);
     }
   }
   static __device__ __forceinline__ uint4 copied(const char* row) {
@@ -422,20 +447,26 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
     TurnUnits<C> turning;
-    if (i < place.heads) turning.load(in, place, h);
-    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    RowWeights<C> weights;
     KeyRows<C> rows(memory, buffer);
-    if (i < place.heads) rows.copy(in, place);
-    if (i >= 2) {
-      if (warp == 3) finish_sums<C>(in, place, memory, h - 2, buffer);
+    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
+    if (i < place.heads) {
+      turning.load(in, place, h);
+      if (warp == 3) weights.load(in, place, h);
+    }
+    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    if (i < place.heads) {
+      rows.copy(in, place);
+      turning.store(turns);
+      rows.load_biases(in, place, h);
+      named_barrier(1, kTeam);
+    }
+    if (warp == 3) {
+      if (i >= 2) finish_sums<C>(in, place, memory, h - 2, buffer);
       __syncwarp();
+      if (i < place.heads) weights.store(memory, buffer);
     }
     if (i >= place.heads) continue;
-    unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
-    turning.store(turns);
-    rows.load_biases(in, place, h);
-    if (warp == 3) stage_rows<C>(in, place, memory, h, buffer);
-    named_barrier(1, kTeam);
     if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
     if (warp / 2 * 8 < C::kPairs / 4) {
       rows.template finish<true>(turns);
@@ -507,6 +538,14 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
   for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
 }
 
+// Where a token and pair have their place in a table of all of them: four pairs are together, and rows of whole lines
+// have these in an order of their own, so that neither columns nor rows meet in the same banks.
+template <class C>
+__device__ __forceinline__ int turn_at(int token, int pair) {
+  if constexpr (C::kPairs % 32) return token * (C::kPairs + 4) + pair;
+  return (token * C::kPairs + token % 8 * 4 + pair % 4) ^ (pair / 4 * 4);
+}
+
 // What `turn_back` leaves to a lane: kOwn sums of one token, or of two where there is one rank; the i-th belongs to the
 // pair pair + 4 * (i % kTurned).
 template <class C>
@@ -515,15 +554,48 @@ struct OwnTurns {
   int token, pair;
 
   __device__ __forceinline__ OwnTurns() {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
+    const int thread = thread_anew(), lane = thread % 32, row = thread / 32 * 16 + lane / 4, rank = lane / 4 % C::kRank;
     constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
     token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
     pair = rank % kParts * kOwn * 4 + lane % 4;
+  }
+  // To a table: see `turn_at`.
+  template <int Size>
+  __device__ __forceinline__ void store(float* table, const float (&turn)[Size]) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
   }
   // Tokens and pairs beyond the lane's first.
   static __device__ constexpr int later(int i) { return i / kTurned * 8; }
   static __device__ constexpr int further(int i) { return i % kTurned * 4; }
 };
+
+// What the phases of the i-th head get of both sides, once the key side has ended that head; a warp has its own tokens.
+// The query side is by then at the next head: its own part waits in its table.
+template <class C>
+__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
+  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4), h = place.head + i;
+  const float *of_query = reinterpret_cast<const float*>(memory.base + Memory::kQueryTurns),
+              *of_key = reinterpret_cast<const float*>(memory.base + Memory::kKeyTurns);
+  barrier_wait(memory.phases_here(), i & 1);
+#pragma unroll
+  for (int j = 0; j < (kOfWarp + 31) / 32; ++j) {
+    const int unit = lane + 32 * j;
+    if (kOfWarp % 32 && unit >= kOfWarp) continue;
+    const int c = first + unit / kUnits, pair = unit % kUnits * 4, at = turn_at<C>(c, pair);
+    float4 sum = *reinterpret_cast<const float4*>(of_query + at);
+    const float4 other = *reinterpret_cast<const float4*>(of_key + at);
+    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
+      sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
+    }
+    if (c <= place.last) store4(in.angles + place.token_head(c, h, C::kPairs) + pair, sum);
+  }
+}
 
 // The group's sums: the gradient of q or k, or a part of it, in the order of tiles.
 template <class C>
@@ -700,6 +772,7 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
+  bf16* raw_z = memory.template table<bf16>(buffer, Memory::kRaw) + (C::kTokens + c) * Memory::kWidePitch + lane_column;
   const float* weights =
       memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
@@ -737,37 +810,32 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
-    if (C::kGate && j % 2) store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+    if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<unsigned*>(raw_z + half * 8 * Memory::kWidePitch + 8 * j) =
+            Pairs16::of(d_gate[j % 2 * 4 + 2 * half], d_gate[j % 2 * 4 + 2 * half + 1]);
+      }
+    } else if (C::kGate && j % 2) {
+      store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+    }
+  }
+  if constexpr (C::kGate && C::kRank == 1) {  // then out in whole rows
+    __syncwarp();
+    raw_z -= lane / 4 * Memory::kWidePitch + lane_column;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int later = lane / 8 + 4 * j, own = row - lane / 4 + later;
+      const uint4 words = *reinterpret_cast<const uint4*>(raw_z + later * Memory::kWidePitch + lane % 8 * 8);
+      if (own <= place.last) {
+        *reinterpret_cast<uint4*>(in.d_z + place.token_head(own, h, C::kP) + lane % 8 * 8) = words;
+      }
+    }
   }
   if constexpr (C::kWeighted) {
     float* folds = reinterpret_cast<float*>(memory.base + Memory::kFolds);
     store_rank_sums<C>(folds + 4 * C::kRank * Memory::kWidePitch, d_fold);
     store_rank_sums<C>(folds + 8 * C::kRank * Memory::kWidePitch, d_spread);
-  }
-}
-
-// What the phases of the i-th head get of both sides, once the key side has ended that head, and with it the use of M.
-// The query side is by then at the next head: its own part waits in its slots.
-template <class C>
-__device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
-  const int h = place.head + i;
-  const OwnTurns<C> own;
-  const float* slots = reinterpret_cast<const float*>(memory.base + Memory::kSlots) + threadIdx.x % kTeam;
-  const float* others =
-      reinterpret_cast<const float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-  float* to = in.angles + place.token_head(own.token, h, C::kPairs) + own.pair;
-  barrier_wait(memory.phases_here(), i & 1);
-#pragma unroll
-  for (int j = 0; j < own.kOwn; ++j) {
-    const int c = own.token + own.later(j);
-    if (c > place.last) continue;
-    float sum = slots[j * kTeam] + others[own.later(j) * Memory::kTurnPitch + own.further(j)];
-    if (C::kFinal && place.t0 + c == in.seq - 1) {
-      sum += in.d_final_angle[((long long)place.b * C::kHeads + h) * C::kPairs + own.pair + own.further(j)];
-    }
-    to[(long long)own.later(j) * (C::kHeads * C::kPairs) + own.further(j)] = sum;
   }
 }
 
@@ -779,11 +847,10 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
   const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
   const auto ask = [&](int h) {
     barrier_expect(memory.state_here(), 2 * kPanel);
-    copy_line_in(state, in.states + place.state(h), 2 * kPanel, memory.state_here());
+    copy_line_in(memory.at(Memory::kState), in.states + place.state(h), 2 * kPanel, memory.state_here());
     if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
   };
-  if (thread == 0) ask(place.head);
-  float* slots = reinterpret_cast<float*>(memory.base + Memory::kSlots) + thread;
+  if (thread == 0 && place.heads > 0) ask(place.head);
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -802,7 +869,7 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
       pin(qk), pin(ov);
       weigh<C>(qk, ov, memory, buffer);
       if (i > 0) {
-        store_turns<C>(in, place, memory, i - 1);
+        barrier_wait(memory.products_free(), (i - 1) & 1);
         // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
         if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
       }
@@ -838,9 +905,11 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
                  memory.template table<unsigned>(buffer, Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
-#pragma unroll
-    for (int j = 0; j < OwnTurns<C>::kOwn; ++j) slots[j * kTeam] = turn[j];
+    if (i > 0) store_turns<C>(in, place, memory, i - 1);
     named_barrier(2, kTeam);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kQueryTurns), turn);
+    named_barrier(2, kTeam);
+    if (thread % 32 == 0) barrier_arrive(memory.phases_free());
     if (thread == 0 && i + 1 < place.heads) {
       barrier_wait(memory.state_free(), i & 1);
       ask(h + 1);
@@ -1007,6 +1076,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
+    if (lane == 0) barrier_arrive(memory.products_free());
     if constexpr (C::kFinal) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -1022,12 +1092,10 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     float turn[C::kPairs / 2];
     float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
     turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
-    const OwnTurns<C> own;
-    float* phases = reinterpret_cast<float*>(memory.base + Memory::kPhase) + own.token * Memory::kTurnPitch + own.pair;
-#pragma unroll
-    for (int j = 0; j < own.kOwn; ++j) phases[own.later(j) * Memory::kTurnPitch + own.further(j)] = turn[j];
+    barrier_wait(memory.phases_free(), i & 1);
+    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kKeyTurns), turn);
     named_barrier(3, kTeam);
-    if (thread == 0) barrier_arrive(memory.phases_here());
+    if (lane == 0) barrier_arrive(memory.phases_here());
     bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
     if constexpr (C::kWeighted) {
@@ -1056,7 +1124,6 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
                        mimo_z,    D,      gamma,   f,     decay,   states, adjoints, d_final_angle, d_final_k,
                        d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,           d_k,
                        q_sums,    k_sums, records, batch, seq,     parts};
-  const ChunkPlace<C> place(in);
   const ChunkMemory<C> memory{shared};
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -1067,9 +1134,11 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
     barrier_init(memory.products_here(), 1);
-    barrier_init(memory.phases_here(), 1);
     barrier_init(memory.outputs_done(), 1);
     barrier_init(memory.state_free(), 12);
+    barrier_init(memory.products_free(), 4);
+    barrier_init(memory.phases_here(), 4);
+    barrier_init(memory.phases_free(), 4);
     fence_barrier_init();
   }
   let_next_kernel_start();
@@ -1078,16 +1147,16 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   const int team = uniform(threadIdx.x / kTeam);
   if (team == 0) {
     take_registers<176>();
-    query_side<C>(in, place, memory);
+    query_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 1) {
-    take_registers<176>();
-    key_side<C>(in, place, memory);
+    take_registers<160>();
+    key_side<C>(in, ChunkPlace<C>(in), memory);
   } else if (team == 2) {
     give_registers<88>();
-    output_side<C>(in, place, memory);
+    output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
-    give_registers<72>();
-    prepare_heads<C>(in, place, memory);
+    give_registers<88>();
+    prepare_heads<C>(in, ChunkPlace<C>(in), memory);
   }
 }
 

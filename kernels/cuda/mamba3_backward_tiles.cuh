@@ -2,9 +2,9 @@
 // rows of q, k, v and the output's adjoint made ready for products, sums over the rows of accumulators.
 //
 // Rows of a tile are the tokens of a chunk times the ranks, row = token * kRank + rank. Columns of q and k are kept in
-// the order in which rotated pairs are neighbours, whatever the order in memory. Tiles are panels of 64 rows and 64
-// columns, swizzled as wgmma.cuh wants them; states and their adjoints are tiles [head_dim][state] in device memory
-// too.
+// the order in which rotated pairs are neighbours, whatever the order in memory. Phases are 16 bits, in the first half
+// of each row of the angles' gradient. Tiles are panels of 64 rows and 64 columns, swizzled as wgmma.cuh wants them;
+// states and their adjoints are tiles [head_dim][state] in device memory too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,6 +47,14 @@ constexpr int kPanel = 8192;  // bytes
 // Lanes know that all of them have the same.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
+// The thread in its warpgroup, read anew: what is computed from it does not stay in registers from one head to the
+// next.
+__device__ __forceinline__ int thread_anew() {
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread % 128;
+}
+
 __device__ __forceinline__ void unpack8(uint4 words, float (&x)[8]) {
   const unsigned word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -64,6 +72,11 @@ __device__ __forceinline__ float2 unpack2(unsigned pair) {
 __device__ __forceinline__ void load8(const float* p, float (&x)[8]) {
   const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// At once: the compiler makes four of a plain store.
+__device__ __forceinline__ void store4(float* p, float4 v) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ uint4 read_once(const bf16* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
@@ -107,15 +120,33 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], unsigned a, un
   }
 }
 
-// 64 rows and 64 columns of accumulators into a panel, rounded.
-__device__ __forceinline__ void store_panel(unsigned panel, const float (&d)[32]) {
+// Accumulators rounded: four words are an A operand of 16 columns.
+__device__ __forceinline__ void pack(const float (&d)[32], unsigned (&words)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i] = Pairs16::of(d[2 * i], d[2 * i + 1]);
+}
+
+// 64 rows and 64 columns, so rounded, into a panel.
+__device__ __forceinline__ void store_operand(unsigned panel, const unsigned (&words)[16]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    const unsigned tiles[4] = {Pairs16::of(d[4 * j], d[4 * j + 1]), Pairs16::of(d[4 * j + 2], d[4 * j + 3]),
-                               Pairs16::of(d[4 * j + 4], d[4 * j + 5]), Pairs16::of(d[4 * j + 6], d[4 * j + 7])};
-    store_tiles(panel + swizzled(row, j + lane / 16), tiles);
+  for (int i = 0; i < 4; ++i) {
+    const unsigned tiles[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    store_tiles(panel + swizzled(row, 2 * i + lane / 16), tiles);
   }
+}
+
+__device__ __forceinline__ void store_panel(unsigned panel, const float (&d)[32]) {
+  unsigned words[16];
+  pack(d, words);
+  store_operand(panel, words);
+}
+
+// The four phases of a word pair, in units of 2**-16 turns, as sines and cosines.
+__device__ __forceinline__ void sincos_of_phases(uint2 words, float (&sine)[4], float (&cosine)[4]) {
+  const unsigned phases[4] = {words.x << 16, words.x & 0xffff0000, words.y << 16, words.y & 0xffff0000};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sincos_of_phase_fast(phases[i], sine[i], cosine[i]);
 }
 
 // Sums, over lanes that differ in the bits Offset, Offset / 2, ... Last of their number, of Count values in each. Of

@@ -15,7 +15,7 @@ constexpr int kWalkThreads = 256;
 struct WalkArrays {
   const bf16 *q, *k, *v, *z, *dy;
   const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *f, *decay;
-  const unsigned* phases;
+  const unsigned short* phases;
   const float *dt, *trap, *state_ssm, *state_k, *state_v, *d_final;
   bf16 *states, *adjoints;
   float *d_state_ssm, *ends;
@@ -60,7 +60,7 @@ struct Walker {
   int unit;  // eight columns of keys, the thread's: a warp has columns that turn, or none
   // Where the thread's columns of token 0 are.
   const bf16 *key, *value, *gate;
-  const unsigned* phase;
+  const unsigned short* phase;
   const float *decay, *f;
 
   __device__ Walker(const WalkArrays& arrays, char* shared, int row, int head)
@@ -70,13 +70,14 @@ struct Walker {
     key = (Backward ? in.q : in.k) + (tokens * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
     value = (Backward ? in.dy : in.v) + at;
     gate = in.z + at;
-    phase = in.phases + (tokens * C::kHeads + h) * C::kPairs + 4 * unit;
+    phase = in.phases + (tokens * C::kHeads + h) * (2 * C::kPairs) + 4 * unit;
     decay = in.decay + schedule, f = in.f + schedule;
   }
 
   // What a thread will stage of a chunk.
   struct Raw {
-    uint4 key[kKeyTokens][C::kRank], phase[kKeyTokens], value[kValueTokens], gate[kValueTokens];
+    uint4 key[kKeyTokens][C::kRank], value[kValueTokens], gate[kValueTokens];
+    uint2 phase[kKeyTokens];
     float scale[kValueTokens], total;
   };
 
@@ -96,7 +97,7 @@ struct Walker {
 #pragma unroll
       for (int r = 0; r < C::kRank; ++r) raw.key[i][r] = load_unit<C>(from + r * (C::kGroups * C::kN), unit);
       if (unit < C::kPairs / 4) {
-        raw.phase[i] = __ldg(reinterpret_cast<const uint4*>(phase + t * (C::kHeads * C::kPairs)));
+        raw.phase[i] = __ldg(reinterpret_cast<const uint2*>(phase + t * (C::kHeads * 2 * C::kPairs)));
       }
     }
 #pragma unroll
@@ -116,7 +117,7 @@ struct Walker {
     if (which < (Backward && C::kGate ? 3 : 2)) {
       const long long t = min(t0 + static_cast<int>(threadIdx.x) % C::kTokens, end);
       const void* from = value - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
-      if (which == 1) from = phase - 4 * unit + t * (C::kHeads * C::kPairs);
+      if (which == 1) from = phase - 4 * unit + t * (C::kHeads * 2 * C::kPairs);
       if (which == 2) from = gate - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
       want(from);
     }
@@ -134,11 +135,7 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < kKeyTokens; ++i) {
       float cosine[4], sine[4];
-      const unsigned phases[4] = {raw.phase[i].x, raw.phase[i].y, raw.phase[i].z, raw.phase[i].w};
-      if (unit < C::kPairs / 4) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sincos_of_phase_fast(phases[e], sine[e], cosine[e]);
-      }
+      if (unit < C::kPairs / 4) sincos_of_phases(raw.phase[i], sine, cosine);
 #pragma unroll
       for (int r = 0; r < C::kRank; ++r) {
         float x[8], offset[8];
@@ -257,7 +254,7 @@ template <class C, bool EndsOnly>
 __global__ void __launch_bounds__(kWalkThreads, 2)
     mamba3_backward_walk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
                          const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
-                         const float* mimo_z, const float* f, const float* decay, const unsigned* phases,
+                         const float* mimo_z, const float* f, const float* decay, const unsigned short* phases,
                          const float* dt, const float* trap, const float* state_ssm, const float* state_k,
                          const float* state_v, const float* d_final, bf16* states, bf16* adjoints, float* d_state_ssm,
                          float* ends, int batch, int seq, int segments, int segment_chunks) {

@@ -211,6 +211,8 @@ inline void ld_shared_cluster_v4_f32(float& d0, float& d1, float& d2, float& d3,
   d0 = v[0], d1 = v[1], d2 = v[2], d3 = v[3];
 }
 
+inline void st_shared_cluster_b32(unsigned address, unsigned v) { memcpy(cluster_shared(address, 4, 4), &v, 4); }
+
 // Barriers and flags.
 
 inline void barrier_cluster_arrive_release_aligned() { cluster_arrive(); }
@@ -223,6 +225,11 @@ inline void mbarrier_arrive_shared_cta_b64(unsigned at) { barrier_arrive(at, 0);
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned at, unsigned bytes) { barrier_arrive(at, bytes); }
 // In a loop until it is true.
 inline void mbarrier_try_wait_parity_shared_cta_b64(unsigned at, unsigned parity) { barrier_wait(at, parity); }
+
+inline void st_global_v4_f32(void* to, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  memcpy(const_cast<void*>(global(to, 16)), v, sizeof v);
+}
 
 template <class T>
 void ld_acquire_gpu_global_b32(T& d, const void* from) {
