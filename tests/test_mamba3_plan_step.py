@@ -27,7 +27,7 @@ def test_one_launch_replaces_the_state():
     assert made.aliases == {f"state_{part}": f"new_state_{part}" for part in ("angle", "ssm", "k", "v")}
     assert [b.name for b in made.results] == [*made.aliases.values(), "y"]
     text = made.describe()
-    assert "launch mamba3_step<__nv_bfloat16, float, __nv_bfloat16, 64, 1, 4, 64, 128, 32, true, true, true," in text
+    assert "launch mamba3_step<__nv_bfloat16, float, float, __nv_bfloat16, 64, 1, 4, 64, 128, 32, true, true," in text
     assert "on grid 4096 x 1 x 1, block 256 x 1 x 1" in text
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_are_kept_have_an_axis():
 
 
 # One of each kind: a compilation takes seconds. tests/gpu/test_mamba3_step.py runs them all.
-EMULATED = ("siso with everything", "ranks kept", "rows of parameters", "pairwise", "turns")
+EMULATED = ("siso with everything", "ranks kept", "rows of parameters", "pairwise", "turns", "coarse matrix")
 emulated = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 
 
@@ -90,11 +90,12 @@ def test_the_public_step_is_planned_on_a_gpu():
     with config.override(target_arch="sm_90"):
         (path,) = jax_ssd.dispatch_paths(call, state, given, platform="cuda")
         assert path.implementation == "cuda" and "launch mamba3_step<" in str(path)
-        coarse: Any = jax.ShapeDtypeStruct(state.ssm.shape, jnp.bfloat16)
-        half = state._replace(ssm=coarse)
-        (path,) = jax_ssd.dispatch_paths(call, half, given, platform="cuda")
+        coarse = {part: jax.ShapeDtypeStruct(getattr(state, part).shape, jnp.bfloat16) for part in ("ssm", "angle")}
+        (path,) = jax_ssd.dispatch_paths(call, state._replace(ssm=coarse["ssm"]), given, platform="cuda")
+        assert path.implementation == "cuda"
+        (path,) = jax_ssd.dispatch_paths(call, state._replace(angle=coarse["angle"]), given, platform="cuda")
         assert path.implementation == "xla"
-        assert "takes state.ssm in float32, got bfloat16" in path.refusals["cuda"]
+        assert "takes state.angle in float32, got bfloat16" in path.refusals["cuda"]
 
 
 def test_blocks_fit_the_head():
@@ -111,9 +112,10 @@ def test_blocks_fit_the_head():
     ):
         p = step_problem(**{**MODEL, "rank": 4, **changes})
         c = plan_step.step_blocks(p)
-        assert c.rows * plan_step.row_floats(p) <= plan_step.TILE
-        assert c.threads == 64 or plan_step.units(p, c.threads // 2) * c.rows < p.head_dim
-    assert blocks(head_dim=16).rows < blocks().rows
+        assert c.rows * plan_step.row_floats(p, c.lanes) <= plan_step.TILE
+        assert c.threads == 64 or c.threads // 2 // c.lanes * c.rows < p.head_dim
+    assert blocks(batch=64) == blocks(ssm="bfloat16", batch=64) == StepBlocks(2, 8, 256, streaming=True)
+    assert blocks(head_dim=16).threads < blocks().threads
     assert [blocks(batch=batch).streaming for batch in (1, 64, 256)] == [False, True, False]
     assert blocks(rank=8, head_dim=128, state=256).threads <= 1024
 
@@ -121,16 +123,16 @@ def test_blocks_fit_the_head():
 def test_every_choice_that_would_be_tried_is_a_plan():
     p = step_problem(**{**MODEL, "rank": 4, "state": 256})
     values = choices.STEP.values(p)
-    assert max(values["rows"]) * plan_step.row_floats(p) == plan_step.TILE
+    assert max(values["rows"]) * plan_step.row_floats(p, min(values["lanes"])) == plan_step.TILE
     for choice in itertools.product(*values.values()):
         choices.STEP.make(p, StepBlocks(**dict(zip(values, choice, strict=True)))).check("sm_80")
     assert choices.STEP(p) == plan_step.step(p)  # nothing measured
 
 
-@pytest.mark.parametrize(("name", "value"), [("rows", 3), ("rows", 0), ("threads", 16), ("threads", 96)])
+@pytest.mark.parametrize(("name", "value"), [("rows", 3), ("rows", 0), ("lanes", 64), ("threads", 16), ("threads", 96)])
 def test_blocks_are_powers_of_two(name, value):
     with pytest.raises(ValueError, match=f"StepBlocks.{name} must be a power of two from .*, got {value}"):
-        StepBlocks(**{"rows": 4, "threads": 128, name: value})
+        StepBlocks(**{"rows": 4, "lanes": 8, "threads": 128, name: value})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_blocks_are_powers_of_two(name, value):
         ({"k": "float64"}, "takes state.k in .*, got float64"),
         ({"v": "float64"}, "takes state.v in .*, got float64"),
         ({"angle": "bfloat16"}, "takes state.angle in float32, got bfloat16"),
-        ({"ssm": "bfloat16"}, "takes state.ssm in float32, got bfloat16"),
+        ({"ssm": "float64"}, "takes state.ssm in .*, got float64"),
         ({"state": 1026, "rank": 1}, "a state size up to 1024, got 1026"),
         ({"pairs": 0}, "at least one rotated pair, got none"),
         ({"batch": 2**29, "heads": 4}, "up to 2,147,483,647 heads in a batch, got 2,147,483,648"),

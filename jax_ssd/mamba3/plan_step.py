@@ -10,10 +10,12 @@ from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
 TILE = 32  # floats of S in the registers of one thread, at most
-MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
+FEW_LANES = 8  # by preference: sums over more of them take more instructions
+MOST_ROWS = 8
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
 MOST_BLOCKS = 2**31 - 1  # one for each head of each row
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
@@ -26,51 +28,53 @@ STREAMED_BYTES = range(24 << 20, 256 << 20)
 class StepBlocks:
     """The choices behind a step that change its speed; rows and threads are powers of two.
 
-    rows: of a head's matrix, that a unit of lanes takes at a time. threads: per block, that is per head. streaming:
-    pass the matrices by the caches.
+    rows: of a head's matrix, that a unit of lanes takes at a time. lanes: neighbouring threads that share a row.
+    threads: per block, that is per head. streaming: pass the matrices by the caches.
     """
 
     rows: int
+    lanes: int
     threads: int
     streaming: bool = False
 
     def __post_init__(self):
-        for name, least, most in (("rows", 1, 64), ("threads", LANES, 1024)):
+        for name, least, most in (("rows", 1, 64), ("lanes", 1, LANES), ("threads", LANES, 1024)):
             value = getattr(self, name)
             if not least <= value <= most or value & (value - 1):
                 raise ValueError(f"StepBlocks.{name} must be a power of two from {least} to {most}, got {value}.")
 
 
 def step_blocks(problem: Problem) -> StepBlocks:
-    """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
+    """The heuristic: a few lanes to a row, several loads under way in each, and no more threads than there is work."""
     p = problem
+    lanes = min(FEW_LANES, 1 << (vectors(p) - 1).bit_length())
+    while lanes < LANES and row_floats(p, lanes) > TILE:
+        lanes *= 2
     rows, threads = MOST_ROWS, 256
-    while rows > 1 and rows * row_floats(p) > TILE:
+    while rows > 1 and rows * row_floats(p, lanes) > TILE:
         rows //= 2
     while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
         threads *= 2
-    while rows > 1 and rows // 2 * units(p, threads) >= p.head_dim:
+    while rows > 1 and rows // 2 * (threads // lanes) >= p.head_dim:
         rows //= 2
-    while threads > 64 and units(p, threads // 2) * rows >= p.head_dim:
+    while threads > 64 and threads // 2 // lanes * rows >= p.head_dim:
         threads //= 2
-    nbytes = 4 * p.batch * p.heads * p.head_dim * p.state
-    return StepBlocks(rows, threads, streaming=nbytes in STREAMED_BYTES)
+    nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
+    return StepBlocks(rows, lanes, threads, streaming=nbytes in STREAMED_BYTES)
 
 
-def units(problem: Problem, threads: int) -> int:
-    """Groups of lanes in a block that take rows of their own."""
-    return threads // _lanes(problem)
+def vectors(problem: Problem) -> int:
+    """Loads that one row of the matrix takes, of 16 bytes each, or less where a row is no multiple of that."""
+    return problem.state // _width(problem)
 
 
-def row_floats(problem: Problem) -> int:
+def row_floats(problem: Problem, lanes: int) -> int:
     """Floats that one row takes in each lane."""
-    width = math.gcd(problem.state, 4)
-    return width * math.ceil(problem.state // width / _lanes(problem))
+    return _width(problem) * math.ceil(vectors(problem) / lanes)
 
 
-def _lanes(problem: Problem) -> int:
-    vectors = problem.state // math.gcd(problem.state, 4)
-    return min(LANES, 1 << (vectors - 1).bit_length())
+def _width(problem: Problem) -> int:
+    return math.gcd(problem.state, 16 // ITEM_SIZE[problem.given["state_ssm"].dtype])
 
 
 def shared_bytes(problem: Problem, rows: int) -> int:
@@ -97,11 +101,11 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
     tokens = ("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap")
     arrays = (*tokens, "mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
     template = (
-        *(CUDA_TYPES[p.dtype], CUDA_TYPES[p.given["state_k"].dtype], CUDA_TYPES[p.given["state_v"].dtype]),
+        *(CUDA_TYPES[dtype] for dtype in (p.dtype, *(p.given[f"state_{part}"].dtype for part in ("ssm", "k", "v")))),
         *(p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs),
         *(p.rotary == "half", p.param_rows == 1),
         *(name in p.given for name in ("mimo_v", "mimo_o", "z", "D", "norm_weight")),
-        *(c.rows, c.threads, c.streaming),
+        *(c.rows, c.lanes, c.threads, c.streaming),
     )
     launch = Launch(
         CudaKernel("mamba3_step.cu", f"mamba3_step<{', '.join(map(_literal, template))}>"),
@@ -120,17 +124,17 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
 
 def _check_supported(p: Problem) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming the limit and the figure."""
-    for what, dtype in (("q", p.dtype), ("state.k", p.given["state_k"].dtype), ("state.v", p.given["state_v"].dtype)):
+    parts = [(f"state.{part}", p.given[f"state_{part}"].dtype) for part in ("ssm", "k", "v")]
+    for what, dtype in (("q", p.dtype), *parts):
         if dtype not in CUDA_TYPES:
             raise NotImplementedError(
                 f"the step kernel takes {what} in {', '.join(CUDA_TYPES)}, got {dtype}; use implementation='xla'"
             )
-    for name in ("state_angle", "state_ssm"):
-        if p.given[name].dtype != "float32":
-            raise NotImplementedError(
-                f"the step kernel takes {name.replace('_', '.')} in float32, got {p.given[name].dtype}; use "
-                "implementation='xla'"
-            )
+    if p.given["state_angle"].dtype != "float32":
+        raise NotImplementedError(
+            f"the step kernel takes state.angle in float32, got {p.given['state_angle'].dtype}; use "
+            "implementation='xla'"
+        )
     if p.pairs < 1:
         raise NotImplementedError("the step kernel takes at least one rotated pair, got none; use implementation='xla'")
     if p.batch * p.heads > MOST_BLOCKS:
@@ -138,7 +142,7 @@ def _check_supported(p: Problem) -> None:
             f"the step kernel takes up to {MOST_BLOCKS:,} heads in a batch, got {p.batch * p.heads:,}; use "
             "implementation='xla'"
         )
-    if row_floats(p) > TILE:
+    if row_floats(p, LANES) > TILE:
         raise NotImplementedError(
             f"the step kernel takes a state size up to {LANES * TILE}, got {p.state}; use implementation='xla'"
         )
