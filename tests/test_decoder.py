@@ -40,8 +40,9 @@ def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_decoder_equals_steps(changes):
-    check(Mamba2(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes), changes)
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["one op", "xla"])
+def test_decoder_equals_steps(changes, implementation):
+    check(Mamba2(16, state_dim=8, head_dim=8, implementation=implementation, rngs=nnx.Rngs(0), **changes), changes)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,15 @@ def check(layer: Mamba2 | Mamba3, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("mixer", ["mamba2", "mamba3"])
-def test_model_decodes_as_it_steps(mixer, param_dtype):
+@pytest.mark.parametrize(("mixer", "implementation"), [("mamba2", None), ("mamba2", "xla"), ("mamba3", "xla")], ids=str)
+def test_model_decodes_as_it_steps(mixer, implementation, param_dtype):
     sizes: dict[str, Any] = {"vocab_size": 17, "features": 16, "layers": 2, "state_dim": 8, "head_dim": 8}
-    config = LanguageModelConfig(**sizes, mixer=mixer, implementation="xla", param_dtype=param_dtype)
+    config = LanguageModelConfig(**sizes, mixer=mixer, implementation=implementation, param_dtype=param_dtype)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
+    for block in model.blocks:  # weights that are not all one
+        scales = block.norm.scale, *([block.mixer.norm.scale] if mixer == "mamba2" else [])
+        for scale in scales:
+            scale[...] = jnp.linspace(0.5, 2.0, scale.size, dtype=scale.dtype)
     tokens = jnp.arange(6)[None] % 5
 
     @jax.jit

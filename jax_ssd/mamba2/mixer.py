@@ -36,12 +36,13 @@ class Operands(NamedTuple):
     dt_bias: jax.Array  # [r, heads]
     bias_x: jax.Array | None = None  # [r, heads, head_dim]
     bias_bc: jax.Array | None = None  # [r, B | C channels]
+    squares: jax.Array | None = None  # [batch]: what the projection read was not normalised, its sum of squares
 
 
 LETTERS = dict(
     zip(
         Operands._fields,
-        ("bhpn", "bthp", "btc", "bs", "r", "rh", "rthp", "rtc", "rh", "rhp", "rh", "rhp", "rc"),
+        ("bhpn", "bthp", "btc", "bs", "r", "rh", "rthp", "rtc", "rh", "rhp", "rh", "rhp", "rc", "b"),
         strict=True,
     )
 )
@@ -49,7 +50,11 @@ LETTERS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Everything static about a call but its sizes and types. dtype: of y. gates: y is multiplied by silu(z)."""
+    """Everything static about a call but its sizes and types.
+
+    dtype: of y. gates: y is multiplied by silu(z). norm: (1 / features, epsilon) of the norm that is to be made up for
+    with `squares`.
+    """
 
     operands: tuple[str, ...]
     all_heads: int
@@ -58,6 +63,7 @@ class Spec:
     gates: bool
     dtype: str
     implementation: tuple[str, ...]
+    norm: tuple[float, float] = (0.0, 1.0)
 
 
 def step(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -65,7 +71,8 @@ def step(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Arra
     operands = manual_axes.unified(operands)
     op.require_possible(STEP, spec, present(spec, operands))
     with in_words("mamba2_step"):
-        return _differentiable(spec, guarded(operands, "mamba2_step"))
+        state, window_x, window_bc, y = _differentiable(spec, guarded(operands, "mamba2_step"))
+    return state, window_x, window_bc, y
 
 
 def _plain(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -73,7 +80,11 @@ def _plain(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Ar
     o, wide = operands, reference.accumulator(spec.dtype)
     batch, width, heads, head_dim = o.window_x.shape
     inner, grouped = spec.all_heads * head_dim, o.window_bc.shape[-1]
-    z, x, bc, dt = jnp.split(o.projected, [inner, 2 * inner, 2 * inner + grouped], axis=-1)
+    projected = o.projected
+    if o.squares is not None:
+        share, epsilon = spec.norm
+        projected = projected * jax.lax.rsqrt(share * o.squares + epsilon)[:, None]
+    z, x, bc, dt = jnp.split(projected, [inner, 2 * inner, 2 * inner + grouped], axis=-1)
     head = jnp.broadcast_to(o.head, (batch, heads))
 
     def own(array, of=head):
@@ -149,6 +160,7 @@ def problem(spec: Spec, avals) -> MixerProblem:
         param_rows=by_name["A"].shape[0],
         dt_limit=spec.dt_limit,
         gates=spec.gates,
+        norm=spec.norm,
         operands=tuple(Buffer(name, aval.shape, aval.dtype.name) for name, aval in by_name.items()),
     )
 

@@ -31,6 +31,7 @@ class MixerProblem:
     param_rows: int
     dt_limit: tuple[float, float]
     gates: bool
+    norm: tuple[float, float]
     operands: tuple[Buffer, ...]
 
     @property
@@ -55,7 +56,8 @@ def rows(problem: MixerProblem) -> int:
     p = problem
     chosen = max(1, MOST_LOADS // loads(p))
     while chosen > 1 and (
-        THREADS // lanes(p) * chosen >= 2 * p.head_dim or p.batch * p.heads * p.head_dim * lanes(p) < FILLED_LANES * chosen
+        THREADS // lanes(p) * chosen >= 2 * p.head_dim
+        or p.batch * p.heads * p.head_dim * lanes(p) < FILLED_LANES * chosen
     ):
         chosen //= 2
     return chosen
@@ -85,11 +87,23 @@ def step(problem: MixerProblem, unit_rows: int | None = None) -> Plan:
         raise NotImplementedError(f"the kernel takes up to {MOST_BLOCKS:,} blocks, got {blocks:,}; use 'xla'")
     new = {name: Buffer(f"new_{name}", p.given[name].shape, p.given[name].dtype) for name in CARRIED}
     y = Buffer("y", (p.batch, p.heads, p.head_dim), p.dtype)
-    arrays = ("projected", "position", "head", "filter_x", "filter_bc", "bias_x", "bias_bc", "A", "D", "dt_bias")
+    arrays = (
+        "projected",
+        "position",
+        "head",
+        "filter_x",
+        "filter_bc",
+        "bias_x",
+        "bias_bc",
+        "A",
+        "D",
+        "dt_bias",
+        "squares",
+    )
     template = (
         *(CUDA_TYPES[kinds[name]] for name in ("y", "window_x", "state")),
         *(p.heads, p.all_heads, p.groups, p.head_dim, p.state, p.width),
-        *(p.param_rows == 1, "bias_x" in p.given, p.gates),
+        *(p.param_rows == 1, "bias_x" in p.given, p.gates, "squares" in p.given),
         *(count, THREADS),
     )
     literals = (str(value).lower() if isinstance(value, bool) else str(value) for value in template)
@@ -100,7 +114,7 @@ def step(problem: MixerProblem, unit_rows: int | None = None) -> Plan:
             *(ArrayArg(buffer.name) for buffer in new.values()),
             *(ArrayArg(name if name in p.given else "A") for name in arrays),
             ArrayArg("y"),
-            *(ScalarArg(float(bound), "float32") for bound in p.dt_limit),
+            *(ScalarArg(float(bound), "float32") for bound in (*p.dt_limit, *p.norm)),
         ),
         block=(THREADS, 1, 1),
     )

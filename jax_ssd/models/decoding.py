@@ -32,8 +32,8 @@ class Decoder:
     def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
         self.model = model
         self.layers: list[Any] = [
-            Mamba2Decoder(mixer, recurrence) if isinstance(mixer, Mamba2) else Mamba3Decoder(mixer, recurrence)
-            for mixer in (block.mixer for block in model.blocks)
+            (Mamba2Decoder if isinstance(block.mixer, Mamba2) else Mamba3Decoder)(block.mixer, recurrence, block.norm)
+            for block in model.blocks
         ]
         self.head = model.head_kernel()
 
@@ -52,8 +52,8 @@ class Decoder:
         position, packed = carry
         x = self.model.embed(token)
         carries = []
-        for block, layer, one in zip(self.model.blocks, self.layers, packed, strict=True):
-            one, y = layer.token(position, one, block.norm(x))
+        for layer, one in zip(self.layers, packed, strict=True):
+            one, y = layer.token(position, one, x)
             x = x + y.astype(x.dtype)
             carries.append(one)
         return (position + 1, tuple(carries)), self.model.head(x, self.head)

@@ -16,14 +16,15 @@ using namespace jax_ssd;
 // position [1 or batch]: of the token, whose place in the rings is position % Width; head_of [1 or batch, Heads]: which
 // of AllHeads each is; filter_x [1 or batch, Width, Heads, P], filter_bc [.., Width, 2 Groups N], bias_x
 // [.., Heads, P], bias_bc [.., 2 Groups N]; A, dt_bias [.., Heads]; D [.., Heads, P]; y [batch, Heads, P].
+// HasNorm: what was projected is to be multiplied by rsqrt(share squares + epsilon), squares [batch].
 // Absent arrays are not touched. Rows, Threads: powers of two.
 template <typename Value, typename Window, typename State, int Heads, int AllHeads, int Groups, int P, int N, int Width,
-          bool SharedParams, bool HasConvBias, bool Gates, int Rows, int Threads>
+          bool SharedParams, bool HasConvBias, bool Gates, bool HasNorm, int Rows, int Threads>
 __global__ void __launch_bounds__(Threads)
     mamba2_mixer_step(State* state, Window* window_x, Window* window_bc, const float* projected, const int* position,
                       const int* head_of, const float* filter_x, const float* filter_bc, const float* bias_x,
-                      const float* bias_bc, const float* A, const float* D, const float* dt_bias, Value* y, float low,
-                      float high) {
+                      const float* bias_bc, const float* A, const float* D, const float* dt_bias, const float* squares,
+                      Value* y, float low, float high, float share, float epsilon) {
   constexpr int kWidth = common_divisor(N, 16 / int(sizeof(State)));  // values that one load of the state moves
   constexpr int kVectors = N / kWidth;
   constexpr int kLanes = smaller(32, power_of_two(kVectors));
@@ -59,7 +60,8 @@ __global__ void __launch_bounds__(Threads)
   const int index = Heads == AllHeads ? head : head_of[param * Heads + head], group = index / (AllHeads / Groups);
   const int place = unsigned(position[param]) % Width;
   projected += row * kFeatures;
-  const float logit = projected[kFeatures - AllHeads + index] + dt_bias[param * Heads + head];
+  const float scale = HasNorm ? rsqrtf(share * squares[row] + epsilon) : 1.0f;
+  const float logit = scale * projected[kFeatures - AllHeads + index] + dt_bias[param * Heads + head];
   const float rate = A[param * Heads + head];
 
   // The rows whose output this lane writes.
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(Threads)
   for (int i = 0; i < kHeld; ++i) {
     const bool there = P % kBlockRows == 0 || first + own + i < P;
     skip[i] = there ? D[(param * Heads + head) * P + first + own + i] : 0.0f;
-    gate[i] = Gates && there ? projected[index * P + first + own + i] : 0.0f;
+    gate[i] = Gates && there ? scale * projected[index * P + first + own + i] : 0.0f;
   }
 
   // Channels of B and C, then of x, each by one thread.
@@ -80,17 +82,19 @@ __global__ void __launch_bounds__(Threads)
     const bool grouped = channel < 2 * N;
     if (!grouped && p >= P) break;
     const int from = channel / N * Groups * N + group * N + channel % N;  // of B or C
-    Window* window = grouped ? window_bc + row * Width * kGrouped + from : window_x + (row * Width * Heads + head) * P + p;
-    const float* filter = grouped ? filter_bc + param * Width * kGrouped + from
-                                  : filter_x + (param * Width * Heads + head) * P + p;
+    Window* window =
+        grouped ? window_bc + row * Width * kGrouped + from : window_x + (row * Width * Heads + head) * P + p;
+    const float* filter =
+        grouped ? filter_bc + param * Width * kGrouped + from : filter_x + (param * Width * Heads + head) * P + p;
     const int stride = grouped ? kGrouped : Heads * P;
     const float* given = projected + (grouped ? 2 * AllHeads * P + from : (AllHeads + index) * P + p);
 
     float token[kPack], sum[kPack] = {};
-    if (HasConvBias) load_values(sum, grouped ? bias_bc + param * kGrouped + from : bias_x + (param * Heads + head) * P + p);
+    if (HasConvBias)
+      load_values(sum, grouped ? bias_bc + param * kGrouped + from : bias_x + (param * Heads + head) * P + p);
     load_values(token, given);
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) token[j] = to_float(from_float<Value>(token[j]));
+    for (int j = 0; j < kPack; ++j) token[j] = to_float(from_float<Value>(scale * token[j]));
     Pack<Window, kPack> kept[larger(1, Width - 1)];
     float weight[Width][kPack];
 #pragma unroll
@@ -114,7 +118,7 @@ __global__ void __launch_bounds__(Threads)
   if (head == 0 && begin == 0) {  // of all groups, also of those that no head here reads
     for (int c = threadIdx.x; c < kGrouped; c += Threads) {
       window_bc[(row * Width + place) * kGrouped + c] =
-          from_float<Window>(to_float(from_float<Value>(projected[2 * AllHeads * P + c])));
+          from_float<Window>(to_float(from_float<Value>(scale * projected[2 * AllHeads * P + c])));
     }
   }
   const float step = clamp(softplus(logit), low, high), keep = expf(step * rate);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax_ssd import dispatch
 from jax_ssd.conv import causal_conv1d_step
 from jax_ssd.flax.nnx.mamba2 import Mamba2, Mamba2Carry
 from jax_ssd.flax.nnx.mamba3 import ROLES, Mamba3
+from jax_ssd.flax.nnx.norm import GatedRMSNorm
 from jax_ssd.flax.nnx.parameters import require_features
 from jax_ssd.mamba2 import mixer
 from jax_ssd.mamba2.api import mamba2_step
@@ -42,21 +43,38 @@ class Mamba2Decoder:
         carry = decoder.unpack(carry)
 
     Where the layer's implementation may be "cuda", what is between the projections is one op, on a GPU one kernel.
-    Projections sum in float32 where the layer computes in 16 bits, otherwise the arithmetic is the layer's.
+    Projections sum in float32 where the layer computes in 16 bits. A norm in front of a projection becomes a factor
+    behind it: its weights go into the projection's, so that nothing waits for its sum.
 
     Args:
       layer: the layer; its ``implementation`` is that of the recurrence.
       recurrence: called with the arguments of ``jax_ssd.mamba2_step``, after a convolution in plain JAX.
+      norm: of the layer's inputs, which ``step`` then takes as they are before it.
     """
 
-    def __init__(self, layer: Mamba2, recurrence: Callable[..., tuple[jax.Array, jax.Array]] | None = None):
+    def __init__(
+        self,
+        layer: Mamba2,
+        recurrence: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
+        norm: nnx.RMSNorm | None = None,
+    ):
         self.layer = layer
+        self.norm = norm
         projections = (layer.z_proj, layer.x_proj, layer.B_proj, layer.C_proj, layer.dt_proj)
-        # Output-major: a product with one token then reads whole rows.
-        self.in_kernel = _cast(layer, jnp.concatenate([one.kernel[...].T for one in projections]))
         self.in_bias = _joined([one.bias for one in projections])
-        self.out_kernel = _cast(layer, layer.out_proj.kernel[...].T)
         self.out_bias = None if layer.out_proj.bias is None else layer.out_proj.bias[...]
+        # float16 might not hold what is not normalised.
+        late = layer.dtype is not None and jnp.dtype(layer.dtype) != jnp.float16
+        self.late_norm = late and norm is not None and self.in_bias is None
+        self.late_gated_norm = (
+            late and layer.norm is not None and not layer.norm.norm_before_gate and layer.num_groups == 1
+        )
+        # Output-major: a product with one token then reads whole rows.
+        in_kernel = jnp.concatenate([one.kernel[...].T for one in projections])
+        self.in_kernel = _cast(layer, _weighted(in_kernel, norm if self.late_norm else None))
+        self.out_kernel = _cast(
+            layer, _weighted(layer.out_proj.kernel[...].T, layer.norm if self.late_gated_norm else None)
+        )
         one_op = recurrence is None and dispatch.preferences(layer.implementation)[0] == "cuda"
         self.between = _OneOp(layer) if one_op else _ByItself(layer, recurrence or mamba2_step)
 
@@ -86,15 +104,36 @@ class Mamba2Decoder:
         self, position: jax.Array, arranged: tuple[jax.Array, ...], x: jax.Array
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """``step`` for a caller that counts the tokens."""
-        layer = self.layer
+        layer, norm, late = self.layer, self.norm, None
         require_features(x, layer.in_features)
+        if norm is not None and self.late_norm:
+            late = _Late(_squares(x), 1 / layer.in_features, float(norm.epsilon))
+        elif norm is not None:
+            x = norm(x)
         dtype = _compute_dtype(layer, x)
         projected = _project(x.astype(dtype), self.in_kernel, self.in_bias, layer.precision)
-        arranged, y, gated = self.between.token(position, arranged, projected, dtype)
-        if layer.norm is not None:
-            z = projected[..., : y.shape[-1]].astype(dtype)
-            y = layer.norm(y, None if gated else z)
-        return arranged, _project(y, self.out_kernel, self.out_bias, layer.precision).astype(dtype)
+        arranged, y, z = self.between.token(position, arranged, projected, late, dtype)
+        late = None
+        if layer.norm is not None and self.late_gated_norm:
+            if z is not None:
+                y = (y.astype(accumulator(dtype)) * jax.nn.silu(z.astype(accumulator(dtype)))).astype(dtype)
+            late = _Late(_squares(y), 1 / y.shape[-1], layer.norm.epsilon)
+        elif layer.norm is not None:
+            y = layer.norm(y, z)
+        out = _project(y, self.out_kernel, None, layer.precision)
+        return arranged, _biased(out if late is None else late.applied(out), self.out_bias).astype(dtype)
+
+
+class _Late(NamedTuple):
+    """What is left of a norm whose weights are in a projection's."""
+
+    squares: jax.Array  # of what was projected, summed: all its axes but the last
+    share: float  # 1 / features
+    epsilon: float
+
+    def applied(self, projected: jax.Array) -> jax.Array:
+        mean_square = jnp.asarray(self.share, projected.dtype) * self.squares.astype(projected.dtype)
+        return projected * lax.rsqrt(mean_square + jnp.asarray(self.epsilon, projected.dtype))[..., None]
 
 
 class _ByItself:
@@ -120,10 +159,16 @@ class _ByItself:
         return Mamba2Carry(*self._split(window), ssm=ssm)
 
     def token(
-        self, position: jax.Array, arranged: tuple[jax.Array, ...], projected: jax.Array, dtype: Any
-    ) -> tuple[tuple[jax.Array, ...], jax.Array, bool]:
-        """The carry, y, and whether y is gated."""
+        self,
+        position: jax.Array,
+        arranged: tuple[jax.Array, ...],
+        projected: jax.Array,
+        late: _Late | None,
+        dtype: Any,
+    ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
+        """The carry, y, and the gate if y is not gated yet."""
         del position
+        projected = projected if late is None else late.applied(projected)
         layer, (window, ssm) = self.layer, arranged
         inner, lead = layer.heads * layer.head_dim, projected.shape[:-1]
         filtered = projected[..., inner : -layer.heads].astype(dtype)
@@ -143,7 +188,7 @@ class _ByItself:
             implementation=layer.implementation,
             **self.parameters,
         )
-        return (window, ssm), y.reshape(*lead, inner), gates
+        return (window, ssm), y.reshape(*lead, inner), None if gates else z.reshape(*lead, inner)
 
     def _split(self, channels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """``[..., x | B | C]`` by role."""
@@ -188,11 +233,17 @@ class _OneOp:
         return Mamba2Carry(x.reshape(*x.shape[:-2], math.prod(x.shape[-2:])), *jnp.split(bc, 2, axis=-1), ssm=ssm)
 
     def token(
-        self, position: jax.Array, arranged: tuple[jax.Array, ...], projected: jax.Array, dtype: Any
-    ) -> tuple[tuple[jax.Array, ...], jax.Array, bool]:
-        """The carry, y, and whether y is gated."""
+        self,
+        position: jax.Array,
+        arranged: tuple[jax.Array, ...],
+        projected: jax.Array,
+        late: _Late | None,
+        dtype: Any,
+    ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
+        """The carry, y, and the gate if y is not gated yet."""
         layer, lead = self.layer, projected.shape[:-1]
         given = dict(zip(("window_x", "window_bc", "state"), arranged, strict=True)) | {"projected": projected}
+        given |= {} if late is None else {"squares": late.squares}
         wide = accumulator(dtype)
         operands = mixer.Operands(
             position=position[None],
@@ -208,10 +259,13 @@ class _OneOp:
             gates=gates,
             dtype=jnp.dtype(dtype).name,
             implementation=dispatch.preferences(layer.implementation),
+            **({} if late is None else {"norm": (late.share, late.epsilon)}),
         )
         state, window_x, window_bc, y = mixer.step(spec, operands)
         new = tuple(array.reshape(*lead, *array.shape[1:]) for array in (window_x, window_bc, state))
-        return new, y.reshape(*lead, layer.heads * layer.head_dim), gates
+        inner = layer.heads * layer.head_dim
+        y, z = y.reshape(*lead, inner), projected[..., :inner]
+        return new, y, None if gates else (z if late is None else late.applied(z)).astype(dtype)
 
 
 def _per_head(layer: Mamba2) -> dict[str, jax.Array]:
@@ -230,10 +284,17 @@ class Mamba3Decoder:
     Args:
       layer: the layer; its ``implementation`` is that of the recurrence.
       recurrence: called with the arguments of ``jax_ssd.mamba3_step``, which it is by default.
+      norm: of the layer's inputs, which ``step`` then takes as they are before it.
     """
 
-    def __init__(self, layer: Mamba3, recurrence: Callable[..., tuple[Mamba3State, jax.Array]] | None = None):
+    def __init__(
+        self,
+        layer: Mamba3,
+        recurrence: Callable[..., tuple[Mamba3State, jax.Array]] | None = None,
+        norm: nnx.RMSNorm | None = None,
+    ):
         self.layer = layer
+        self.norm = norm
         self.recurrence = mamba3_step if recurrence is None else recurrence
         kernels = [getattr(layer, f"{role}_proj").kernel[...].T for role in ROLES]
         self.ends = np.cumsum([kernel.shape[0] for kernel in kernels])[:-1].tolist()
@@ -266,6 +327,7 @@ class Mamba3Decoder:
         """Runs the layer on one token ``x [..., in_features]``."""
         layer = self.layer
         require_features(x, layer.in_features)
+        x = x if self.norm is None else self.norm(x)
         dtype = _compute_dtype(layer, x)
         joined = _project(x.astype(dtype), self.in_kernel, None, layer.precision)
         projected: dict[str, jax.Array] = dict(zip(ROLES, jnp.split(joined, self.ends, axis=-1), strict=True))
@@ -293,9 +355,24 @@ def _cast(layer: Mamba2 | Mamba3, kernel: jax.Array) -> jax.Array:
     return kernel if layer.dtype is None else kernel.astype(layer.dtype)
 
 
+def _biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    """The sum over the features."""
+    return jnp.sum(jnp.square(x.astype(accumulator(x.dtype))), axis=-1)
+
+
+def _weighted(kernel: jax.Array, norm: nnx.RMSNorm | GatedRMSNorm | None) -> jax.Array:
+    """``kernel [outputs, inputs]`` times the weights of the norm in front of it."""
+    scale = None if norm is None or norm.scale is None else norm.scale[...]
+    return kernel if scale is None else kernel.astype(scale.dtype) * scale[None]
+
+
 def _project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
     """``x [..., inputs]``, ``kernel [outputs, inputs]`` -> ``[..., outputs]``, float32 for 16-bit operands."""
     dtype = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     y = lax.dot_general(x, kernel.astype(x.dtype), contract, precision=precision, preferred_element_type=dtype)
-    return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+    return _biased(y, bias)
