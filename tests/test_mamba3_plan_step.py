@@ -112,10 +112,9 @@ def test_blocks_fit_the_head():
     ):
         p = step_problem(**{**MODEL, "rank": 4, **changes})
         c = plan_step.step_blocks(p)
-        assert c.rows * plan_step.row_floats(p, c.lanes) <= plan_step.TILE
-        assert c.threads == 64 or c.threads // 2 // c.lanes * c.rows < p.head_dim
-    assert blocks(batch=64) == blocks(ssm="bfloat16", batch=64) == StepBlocks(2, 8, 256, streaming=True)
-    assert blocks(head_dim=16).threads < blocks().threads
+        assert c.rows * plan_step.row_floats(p) <= plan_step.TILE
+        assert c.threads == 64 or plan_step.units(p, c.threads // 2) * c.rows < p.head_dim
+    assert blocks(head_dim=16).rows < blocks().rows
     assert [blocks(batch=batch).streaming for batch in (1, 64, 256)] == [False, True, False]
     assert blocks(rank=8, head_dim=128, state=256).threads <= 1024
 
@@ -123,16 +122,16 @@ def test_blocks_fit_the_head():
 def test_every_choice_that_would_be_tried_is_a_plan():
     p = step_problem(**{**MODEL, "rank": 4, "state": 256})
     values = choices.STEP.values(p)
-    assert max(values["rows"]) * plan_step.row_floats(p, min(values["lanes"])) == plan_step.TILE
+    assert max(values["rows"]) * plan_step.row_floats(p) == plan_step.TILE
     for choice in itertools.product(*values.values()):
         choices.STEP.make(p, StepBlocks(**dict(zip(values, choice, strict=True)))).check("sm_80")
     assert choices.STEP(p) == plan_step.step(p)  # nothing measured
 
 
-@pytest.mark.parametrize(("name", "value"), [("rows", 3), ("rows", 0), ("lanes", 64), ("threads", 16), ("threads", 96)])
+@pytest.mark.parametrize(("name", "value"), [("rows", 3), ("rows", 0), ("threads", 16), ("threads", 96)])
 def test_blocks_are_powers_of_two(name, value):
     with pytest.raises(ValueError, match=f"StepBlocks.{name} must be a power of two from .*, got {value}"):
-        StepBlocks(**{"rows": 4, "lanes": 8, "threads": 128, name: value})
+        StepBlocks(**{"rows": 4, "threads": 128, name: value})
 
 
 @pytest.mark.parametrize(

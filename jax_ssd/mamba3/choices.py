@@ -23,11 +23,9 @@ def _forward_values(p: Problem) -> Mapping[str, Sequence[Any]]:
 
 
 def _step_values(p: Problem) -> Mapping[str, Sequence[Any]]:
-    start = plan_step.step_blocks(p)
-    most = max(1, plan_step.TILE // plan_step.row_floats(p, start.lanes))
+    most = max(1, plan_step.TILE // plan_step.row_floats(p))
     return {
         "rows": [n for n in (1, 2, 4, 8) if n <= most],
-        "lanes": [n for n in (8, 16, 32) if start.lanes <= n <= 4 * start.lanes],
         "threads": (64, 128, 256, 512),
         "streaming": (False, True),
     }
@@ -40,5 +38,5 @@ STEP = Tunable(
     plan_step.step,
     plan_step.step_blocks,
     _step_values,
-    local=("rows", "lanes", "threads", "streaming"),
+    local=("rows", "threads", "streaming"),
 )

@@ -14,8 +14,7 @@ ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
 TILE = 32  # floats of S in the registers of one thread, at most
-FEW_LANES = 8  # by preference: sums over more of them take more instructions
-MOST_ROWS = 8
+MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
 MOST_BLOCKS = 2**31 - 1  # one for each head of each row
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
@@ -28,49 +27,50 @@ STREAMED_BYTES = range(24 << 20, 256 << 20)
 class StepBlocks:
     """The choices behind a step that change its speed; rows and threads are powers of two.
 
-    rows: of a head's matrix, that a unit of lanes takes at a time. lanes: neighbouring threads that share a row.
-    threads: per block, that is per head. streaming: pass the matrices by the caches.
+    rows: of a head's matrix, that a unit of lanes takes at a time. threads: per block, that is per head. streaming:
+    pass the matrices by the caches.
     """
 
     rows: int
-    lanes: int
     threads: int
     streaming: bool = False
 
     def __post_init__(self):
-        for name, least, most in (("rows", 1, 64), ("lanes", 1, LANES), ("threads", LANES, 1024)):
+        for name, least, most in (("rows", 1, 64), ("threads", LANES, 1024)):
             value = getattr(self, name)
             if not least <= value <= most or value & (value - 1):
                 raise ValueError(f"StepBlocks.{name} must be a power of two from {least} to {most}, got {value}.")
 
 
 def step_blocks(problem: Problem) -> StepBlocks:
-    """The heuristic: a few lanes to a row, several loads under way in each, and no more threads than there is work."""
+    """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
     p = problem
-    lanes = min(FEW_LANES, 1 << (vectors(p) - 1).bit_length())
-    while lanes < LANES and row_floats(p, lanes) > TILE:
-        lanes *= 2
     rows, threads = MOST_ROWS, 256
-    while rows > 1 and rows * row_floats(p, lanes) > TILE:
+    while rows > 1 and rows * row_floats(p) > TILE:
         rows //= 2
     while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
         threads *= 2
-    while rows > 1 and rows // 2 * (threads // lanes) >= p.head_dim:
+    while rows > 1 and rows // 2 * units(p, threads) >= p.head_dim:
         rows //= 2
-    while threads > 64 and threads // 2 // lanes * rows >= p.head_dim:
+    while threads > 64 and units(p, threads // 2) * rows >= p.head_dim:
         threads //= 2
     nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
-    return StepBlocks(rows, lanes, threads, streaming=nbytes in STREAMED_BYTES)
+    return StepBlocks(rows, threads, streaming=nbytes in STREAMED_BYTES)
 
 
-def vectors(problem: Problem) -> int:
-    """Loads that one row of the matrix takes, of 16 bytes each, or less where a row is no multiple of that."""
-    return problem.state // _width(problem)
+def units(problem: Problem, threads: int) -> int:
+    """Groups of lanes in a block that take rows of their own."""
+    return threads // _lanes(problem)
 
 
-def row_floats(problem: Problem, lanes: int) -> int:
+def row_floats(problem: Problem) -> int:
     """Floats that one row takes in each lane."""
-    return _width(problem) * math.ceil(vectors(problem) / lanes)
+    return _width(problem) * math.ceil(problem.state // _width(problem) / _lanes(problem))
+
+
+def _lanes(problem: Problem) -> int:
+    """One per load of a row, of 16 bytes, or less where a row is no multiple of that."""
+    return min(LANES, 1 << (problem.state // _width(problem) - 1).bit_length())
 
 
 def _width(problem: Problem) -> int:
@@ -81,7 +81,7 @@ def shared_bytes(problem: Problem, rows: int) -> int:
     """What a block needs of shared memory."""
     p = problem
     padded = math.ceil(p.head_dim / rows) * rows
-    return 4 * (2 * p.pairs + p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim))
+    return 4 * p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim)
 
 
 def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
@@ -105,7 +105,7 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
         *(p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs),
         *(p.rotary == "half", p.param_rows == 1),
         *(name in p.given for name in ("mimo_v", "mimo_o", "z", "D", "norm_weight")),
-        *(c.rows, c.lanes, c.threads, c.streaming),
+        *(c.rows, c.threads, c.streaming),
     )
     launch = Launch(
         CudaKernel("mamba3_step.cu", f"mamba3_step<{', '.join(map(_literal, template))}>"),
@@ -142,7 +142,7 @@ def _check_supported(p: Problem) -> None:
             f"the step kernel takes up to {MOST_BLOCKS:,} heads in a batch, got {p.batch * p.heads:,}; use "
             "implementation='xla'"
         )
-    if row_floats(p, LANES) > TILE:
+    if row_floats(p) > TILE:
         raise NotImplementedError(
             f"the step kernel takes a state size up to {LANES * TILE}, got {p.state}; use implementation='xla'"
         )

@@ -8,6 +8,8 @@ namespace jax_ssd {
 // log(1 + exp(v)), exact in both tails; a NaN comes through the second term.
 __device__ __forceinline__ float softplus(float v) { return fmaxf(v, 0.0f) + log1pf(expf(-fabsf(v))); }
 
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + expf(-v)); }
+
 // Not fminf and fmaxf, which swallow a NaN.
 __device__ __forceinline__ float clamp(float v, float low, float high) { return v < low ? low : (v > high ? high : v); }
 

@@ -6,10 +6,10 @@
 //   o_r    = S q~_r + D v_r, then the norm over P, the gate and the fold of the ranks
 //
 // A block owns one head of one row, so that the four parts of its state can be replaced where they are: nobody else
-// reads them. Neighbouring lanes share rows of S, Rows of them at a time, whose loads are under way before anything
-// else begins. What the token needs beside S is prepared in shared memory in the meantime, each kind by warps of its
-// own and several numbers at a time: of 1,230 instructions a warp 480 went there when all warps did all of it. Sums
-// have a fixed order that the sizes and Lanes decide.
+// reads them. A unit of neighbouring lanes, one per 16 bytes of a row of S where there are enough, takes Rows rows at a
+// time. Everything is loaded before anything is used, what is used first comes first: what the token needs beside S is
+// prepared in shared memory, by all threads, while the first rows are on their way. Sums have a fixed order that the
+// sizes alone decide.
 
 #include "mamba3_phase.cuh"
 #include "packs.cuh"
@@ -168,194 +168,145 @@ __device__ __forceinline__ void read_out(const TileOf& tile, const float* querie
   }
 }
 
-template <typename T, int Width>
-__device__ __forceinline__ void sum_of(float (&sum)[2 * Width], const Pack<T, Width> (&one)[2],
-                                       const Pack<float, Width> (&other)[2]) {
-  float a[Width], b[Width];
-#pragma unroll
-  for (int side = 0; side < 2; ++side) {
-    one[side].unpack(a);
-    other[side].unpack(b);
-#pragma unroll
-    for (int j = 0; j < Width; ++j) sum[side * Width + j] = a[j] + b[j];
-  }
-}
-
 }  // namespace
 
 // state_angle [batch, Heads, Pairs]; state_ssm [batch, Heads, P, N]; state_k [batch, Heads, R, N];
 // state_v, v, z [batch, Heads, P]; q, k [batch, R, Groups, N]; q_bias, k_bias [1 or batch, Heads, R, N];
 // angles [batch, Heads, Pairs]; adt, dt, trap [batch, Heads]; mimo_v, mimo_o, mimo_z [1 or batch, Heads, R, P];
 // D [1 or batch, Heads]; norm_weight [1 or batch, Heads, P]; y [batch, Heads, P], or [batch, R, Heads, P] unless Folds.
-// Absent arrays are not touched; without HasRanks R is 1. One block for each head of each row. Rows, Lanes: powers of
-// two. Streaming: pass S by the caches, for states that they cannot hold from one token to the next.
+// Absent arrays are not touched; without HasRanks R is 1. One block for each head of each row. Rows: a power of two.
+// Streaming: pass S by the caches, for states that they cannot hold from one token to the next.
 template <typename Value, typename MatrixState, typename KeyState, typename ValueState, int Heads, int Groups, int R,
           int P, int N, int Pairs, bool Half, bool SharedParams, bool HasRanks, bool Folds, bool HasZ, bool HasD,
-          bool HasNorm, int Rows, int Lanes, int Threads, bool Streaming>
-__global__ void __launch_bounds__(Threads, larger(1, 768 / Threads))
+          bool HasNorm, int Rows, int Threads, bool Streaming>
+__global__ void __launch_bounds__(Threads)
     mamba3_step(float* state_angle, MatrixState* state_ssm, KeyState* state_k, ValueState* state_v, const Value* q,
                 const Value* k, const Value* v, const float* q_bias, const float* k_bias, const float* angles,
                 const float* adt, const float* dt, const float* trap, const float* mimo_v, const float* mimo_o,
                 const Value* z, const float* mimo_z, const float* D, const float* norm_weight, Value* y,
                 float norm_eps) {
-  constexpr int kUnits = Threads / Lanes;
+  constexpr int kLanes = smaller(32, power_of_two(N / common_divisor(N, 16 / int(sizeof(MatrixState)))));
+  constexpr int kUnits = Threads / kLanes;
   constexpr int kBlocks = ceiling(P, Rows);
   constexpr int kTurns = ceiling(kBlocks, kUnits);
   constexpr int kPaddedP = kBlocks * Rows;
-  using TileOf = Tile<MatrixState, P, N, Rows, Lanes, Streaming>;
+  using TileOf = Tile<MatrixState, P, N, Rows, kLanes, Streaming>;
 
-  __shared__ float cosines[larger(1, Pairs)], sines[larger(1, Pairs)], inverse_norms[R];
+  __shared__ float inverse_norms[R];
   __shared__ __align__(16) float last_keys[R * N], keys[R * N], queries[R * N];
   __shared__ __align__(16) float last_values[R][kPaddedP], values[R][kPaddedP];  // times the weights of their keys
   __shared__ __align__(16) float skips[R][P], gates[R][P], out[R][P];
 
-  const int thread = threadIdx.x, lane = thread % Lanes, unit = thread / Lanes;
+  const int thread = threadIdx.x, lane = thread % kLanes, unit = thread / kLanes;
   const long long own = blockIdx.x;  // row and head
   const int head = blockIdx.x % Heads;
   const long long row = blockIdx.x / Heads;
   const long long param = SharedParams ? head : own;
   const long long group = row * R * Groups + head / (Heads / Groups);  // of rank 0
 
-  TileOf tile;
-  MatrixState* mine = state_ssm + own * P * N + unit * Rows * N + lane * TileOf::kWidth;
-  tile.load_rows(mine, unit * Rows, lane);
-  __syncthreads();  // keeps the compiler from putting loads off
-
+  state_ssm += own * P * N + unit * Rows * N + lane * TileOf::kWidth;
   state_k += own * R * N;
   state_v += own * P;
   v += own * P;
-  const float step = dt[own], logit = trap[own], log_decay = adt[own], skip = HasD ? D[param] : 0.0f;
-  const float keep = expf(log_decay);
 
-  // Items of each kind start at a warp of their own and go around the block: neighbouring pairs of coordinates of one
-  // rank, neighbouring cells of [R, P], then rotary phases.
-  constexpr int kPairPack = common_divisor(N / 2, 2), kPairPacks = N / 2 / kPairPack;
-  constexpr int kPairItems = R * kPairPacks, kPairsEach = ceiling(kPairItems, Threads);
-  constexpr int kCellPack = common_divisor(P, 2), kCellPacks = P / kCellPack, kCellItems = R * kCellPacks;
-  constexpr int kFirstCell = ceiling(kPairItems, 32) * 32, kFirstPhase = kFirstCell + ceiling(kCellItems, 32) * 32;
-  const int cell_thread = (thread - kFirstCell) & (Threads - 1), phase_thread = (thread - kFirstPhase) & (Threads - 1);
-
-  const auto place_of = [&](int item, int side) {  // in [R, N]; the two coordinates of a pair, or half of its pairs
-    const int rank = item / kPairPacks, first = item % kPairPacks * kPairPack;
-    return rank * N + (Half ? first + side * (N / 2) : 2 * first + side * kPairPack);
+  // Pair by pair of coordinates, then cell by cell of [R, P].
+  TileOf tile;
+  constexpr int kPairs = R * (N / 2), kPairsEach = ceiling(kPairs, Threads);
+  const auto pair_of = [&](int i) { return (thread + i * Threads) % (N / 2); };
+  const auto place_of = [&](int i, int side) {  // in [R, N]
+    const int rank = (thread + i * Threads) / (N / 2), pair = pair_of(i);
+    return rank * N + (Half ? pair + side * (N / 2) : 2 * pair + side);
   };
-  Pack<Value, kPairPack> new_q[kPairsEach][2], new_k[kPairsEach][2];
-  Pack<KeyState, kPairPack> last_k[kPairsEach][2];
-  Pack<float, kPairPack> bias_q[kPairsEach][2], bias_k[kPairsEach][2];
+  Value new_q[kPairsEach][2], new_k[kPairsEach][2];
+  KeyState last_k[kPairsEach][2];
+  float bias_q[kPairsEach][2], bias_k[kPairsEach][2], last_angle[kPairsEach], rate[kPairsEach];
 #pragma unroll
   for (int i = 0; i < kPairsEach; ++i) {
-    const int item = thread + i * Threads;
-    if (item < kPairItems) {
+    if (thread + i * Threads < kPairs && pair_of(i) < Pairs) {
+      last_angle[i] = state_angle[own * Pairs + pair_of(i)];
+      rate[i] = angles[own * Pairs + pair_of(i)];
+    }
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int place = place_of(item, side);
+    for (int side = 0; side < 2; ++side) {
+      if (thread + i * Threads < kPairs) {
+        const int place = place_of(i, side);
         const long long token = (group + (long long)(place / N) * Groups) * N + place % N;
-        new_q[i][side].load(q + token);
-        new_k[i][side].load(k + token);
-        last_k[i][side].load(state_k + place);
-        bias_q[i][side].load(q_bias + param * R * N + place);
-        bias_k[i][side].load(k_bias + param * R * N + place);
+        new_q[i][side] = q[token];
+        new_k[i][side] = k[token];
+        last_k[i][side] = state_k[place];
+        bias_q[i][side] = q_bias[param * R * N + place];
+        bias_k[i][side] = k_bias[param * R * N + place];
       }
     }
   }
 
-  for (int item = phase_thread; item < Pairs; item += Threads) {
-    const float last = state_angle[own * Pairs + item], turns = turns_of_step(angles[own * Pairs + item], step);
-    const unsigned phase = phase_of_radians(last) + phase_of_turns(turns);
-    float sine, cosine;
-    sincos_of_phase(phase, sine, cosine);
-    const float unknown = (last - last) + (turns - turns);  // 0, or NaN if either is not finite
-    cosines[item] = cosine + unknown;
-    sines[item] = sine + unknown;
-    state_angle[own * Pairs + item] = radians_of_phase(phase) + unknown;
+  constexpr int kCells = R * P, kCellsEach = ceiling(kCells, Threads);
+  Value new_v[kCellsEach], new_z[kCellsEach];
+  ValueState last_v[kCellsEach];
+  float expand[kCellsEach], expand_z[kCellsEach], fold[kCellsEach], norm[kCellsEach];
+#pragma unroll
+  for (int i = 0; i < kCellsEach; ++i) {
+    const int cell = thread + i * Threads;
+    if (cell < kCells) {
+      new_v[i] = v[cell % P];
+      last_v[i] = state_v[cell % P];
+      if (HasZ) new_z[i] = z[own * P + cell % P];
+      if (HasNorm) norm[i] = norm_weight[param * P + cell % P];
+      if (HasRanks) expand[i] = mimo_v[param * kCells + cell];
+      if (HasRanks && HasZ) expand_z[i] = mimo_z[param * kCells + cell];
+      if (Folds) fold[i] = mimo_o[param * kCells + cell];
+    }
   }
-
-  for (int item = cell_thread; item < kCellItems; item += Threads) {
-    const int r = item / kCellPacks, p = item % kCellPacks * kCellPack;
-    const float gamma = sigmoid(logit) * step, beta = keep * (sigmoid(-logit) * step);
-    float now[kCellPack], last[kCellPack], gate[kCellPack], other[kCellPack];
-    load_values(now, v + p);
-    load_values(last, state_v + p);
-    if (HasRanks) {
-      load_values(other, mimo_v + param * R * P + r * P + p);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) {
-        now[j] *= other[j];
-        last[j] *= other[j];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kCellPack; ++j) gate[j] = 1.0f;
-    if (HasZ) {
-      load_values(gate, z + own * P + p);
-      if (HasRanks) load_values(other, mimo_z + param * R * P + r * P + p);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) {
-        if (HasRanks) gate[j] *= other[j];
-        gate[j] *= sigmoid(gate[j]);
-      }
-    }
-    if (HasNorm) {
-      load_values(other, norm_weight + param * P + p);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) gate[j] *= other[j];
-    }
-    if (Folds) {
-      load_values(other, mimo_o + param * R * P + r * P + p);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) gate[j] *= other[j];
-    }
-    store_values(&gates[r][p], gate);
-#pragma unroll
-    for (int j = 0; j < kCellPack; ++j) other[j] = skip * now[j];
-    store_values(&skips[r][p], other);
-#pragma unroll
-    for (int j = 0; j < kCellPack; ++j) {
-      now[j] *= gamma;
-      last[j] *= beta;
-    }
-    store_values(&values[r][p], now);
-    store_values(&last_values[r][p], last);
-  }
+  const float step = dt[own], logit = trap[own], log_decay = adt[own], skip = HasD ? D[param] : 0.0f;
+  tile.load_rows(state_ssm, unit * Rows, lane);
   __syncthreads();
 
+  const float keep = expf(log_decay), gamma = sigmoid(logit) * step, beta = keep * (sigmoid(-logit) * step);
 #pragma unroll
-  for (int i = 0; i < kPairsEach; ++i) {
-    const int item = thread + i * Threads;
-    if (item < kPairItems) {
-      float rotated_q[2 * kPairPack], rotated_k[2 * kPairPack], part[kPairPack];
-      sum_of(rotated_q, new_q[i], bias_q[i]);
-      sum_of(rotated_k, new_k[i], bias_k[i]);
-#pragma unroll
-      for (int j = 0; j < kPairPack; ++j) {
-        const int pair = item % kPairPacks * kPairPack + j;
-        const int a = Half ? j : 2 * j, b = Half ? j + kPairPack : 2 * j + 1;
-        if (pair < Pairs) {
-          rotate(rotated_q[a], rotated_q[b], sines[pair], cosines[pair]);
-          rotate(rotated_k[a], rotated_k[b], sines[pair], cosines[pair]);
-        }
+  for (int i = 0; i < kCellsEach; ++i) {
+    const int cell = thread + i * Threads, r = cell / P, p = cell % P;
+    if (cell < kCells) {
+      const float now = (HasRanks ? expand[i] : 1.0f) * to_float(new_v[i]);
+      values[r][p] = gamma * now;
+      last_values[r][p] = beta * ((HasRanks ? expand[i] : 1.0f) * to_float(last_v[i]));
+      skips[r][p] = skip * now;
+      float gate = 1.0f;
+      if (HasZ) {
+        gate = (HasRanks ? expand_z[i] : 1.0f) * to_float(new_z[i]);
+        gate *= sigmoid(gate);
       }
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int place = place_of(item, side);
-        const auto half = [&](const float* of) {
-#pragma unroll
-          for (int j = 0; j < kPairPack; ++j) part[j] = of[side * kPairPack + j];
-        };
-        half(rotated_q);
-        store_values(queries + place, part);
-        half(rotated_k);
-        store_values(keys + place, part);
-        store_values(state_k + place, part);
-        last_k[i][side].unpack(part);
-        store_values(last_keys + place, part);
-      }
+      if (HasNorm) gate *= norm[i];
+      if (Folds) gate *= fold[i];
+      gates[r][p] = gate;
+      if (r == 0) state_v[p] = from_float<ValueState>(to_float(new_v[i]));  // all have read it
     }
   }
-  for (int p = cell_thread * kCellPack; p < P; p += Threads * kCellPack) {  // all have read the last one
-    float now[kCellPack];
-    load_values(now, v + p);
-    store_values(state_v + p, now);
+
+#pragma unroll
+  for (int i = 0; i < kPairsEach; ++i) {
+    if (thread + i * Threads < kPairs) {
+      const int first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
+      float qa = to_float(new_q[i][0]) + bias_q[i][0], qb = to_float(new_q[i][1]) + bias_q[i][1];
+      float ka = to_float(new_k[i][0]) + bias_k[i][0], kb = to_float(new_k[i][1]) + bias_k[i][1];
+      if (pair < Pairs) {
+        const float turns = turns_of_step(rate[i], step);
+        const unsigned phase = phase_of_radians(last_angle[i]) + phase_of_turns(turns);
+        float sine, cosine;
+        sincos_of_phase(phase, sine, cosine);
+        const float unknown = (last_angle[i] - last_angle[i]) + (turns - turns);  // 0, or NaN if either is not finite
+        rotate(qa, qb, sine + unknown, cosine + unknown);
+        rotate(ka, kb, sine + unknown, cosine + unknown);
+        if (thread + i * Threads < N / 2) state_angle[own * Pairs + pair] = radians_of_phase(phase) + unknown;
+      }
+      queries[first] = qa;
+      queries[second] = qb;
+      keys[first] = ka;
+      keys[second] = kb;
+      last_keys[first] = to_float(last_k[i][0]);
+      last_keys[second] = to_float(last_k[i][1]);
+      state_k[first] = from_float<KeyState>(ka);
+      state_k[second] = from_float<KeyState>(kb);
+    }
   }
   __syncthreads();
 
@@ -374,10 +325,10 @@ __global__ void __launch_bounds__(Threads, larger(1, 768 / Threads))
       TileOf::load_part(key, keys + r * N, lane);
       tile.add_outer(value, key);
     }
-    tile.store_rows(mine, first, lane);
-    read_out<0, R, P, N, Rows, Lanes>(tile, queries, out, first, lane);
-    mine += kUnits * Rows * N;
-    if (turn + 1 < kTurns) tile.load_rows(mine, first + kUnits * Rows, lane);
+    tile.store_rows(state_ssm, first, lane);
+    read_out<0, R, P, N, Rows, kLanes>(tile, queries, out, first, lane);
+    state_ssm += kUnits * Rows * N;
+    if (turn + 1 < kTurns) tile.load_rows(state_ssm, first + kUnits * Rows, lane);
   }
   __syncthreads();
 
@@ -395,22 +346,21 @@ __global__ void __launch_bounds__(Threads, larger(1, 768 / Threads))
     __syncthreads();
   }
 
-  constexpr bool kOneRow = !HasRanks || Folds;  // for all ranks
-#pragma unroll 1
-  for (int item = thread; item < (kOneRow ? kCellPacks : kCellItems); item += Threads) {
-    const int p = item % kCellPacks * kCellPack;
-    float sum[kCellPack] = {}, o[kCellPack], other[kCellPack];
+  const auto emitted = [&](int r, int p) {
+    const float o = out[r][p] + skips[r][p];
+    return (HasNorm ? o * inverse_norms[r] : o) * gates[r][p];
+  };
+  if (!HasRanks || Folds) {
+    for (int p = thread; p < P; p += Threads) {
+      float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < (kOneRow ? R : 1); ++i) {
-      const int r = kOneRow ? i : item / kCellPacks;
-      load_values(o, &out[r][p]);
-      load_values(other, &skips[r][p]);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) o[j] += other[j];
-      load_values(other, &gates[r][p]);
-#pragma unroll
-      for (int j = 0; j < kCellPack; ++j) sum[j] += (HasNorm ? o[j] * inverse_norms[r] : o[j]) * other[j];
+      for (int r = 0; r < R; ++r) sum += emitted(r, p);
+      y[own * P + p] = from_float<Value>(sum);
     }
-    store_values(kOneRow ? y + own * P + p : y + ((row * R + item / kCellPacks) * Heads + head) * P + p, sum);
+  } else {
+    for (int i = thread; i < R * P; i += Threads) {
+      const int r = i / P, p = i % P;
+      y[((row * R + r) * Heads + head) * P + p] = from_float<Value>(emitted(r, p));
+    }
   }
 }

@@ -33,7 +33,7 @@ def test_equals_one_token_in_float64(changes):
     check(p, operands, step(p, operands))
 
 
-@pytest.mark.parametrize("blocks", [(1, 8, 64), (2, 16, 1024), (4, 32, 128), (8, 32, 32), (2, 4, 256)], ids=str)
+@pytest.mark.parametrize("blocks", [(1, 64), (2, 1024), (4, 128), (8, 32)], ids=str)
 def test_blocks_change_rounding_only(blocks):
     p = step_problem(heads=3, groups=1, head_dim=24, state=128, rank=4, pairs=40)
     operands = random_operands(p)
