@@ -13,6 +13,7 @@ from flax import nnx
 from jax_ssd.flax.nnx import Mamba2, Mamba3
 from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig, decode
+from tests import cuda_emulator, emulation
 
 TOKENS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.float32)
 
@@ -43,6 +44,13 @@ def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=["one op", "xla"])
 def test_decoder_equals_steps(changes, implementation):
     check(Mamba2(16, state_dim=8, head_dim=8, implementation=implementation, rngs=nnx.Rngs(0), **changes), changes)
+
+
+@pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
+def test_decoder_through_the_kernel_equals_steps(monkeypatch):
+    emulation.emulate(monkeypatch)
+    layer = Mamba2(16, state_dim=8, head_dim=8, num_groups=2, implementation="cuda", rngs=nnx.Rngs(0))
+    check(layer, {})
 
 
 @pytest.mark.parametrize(
