@@ -56,8 +56,10 @@ __device__ constexpr int values_left(int held, int offset) {
 }
 
 // Rows of S in the registers of a unit of lanes; `first` is the unit's first row, `mine` this lane's part of it.
-template <typename State, int P, int N, int Rows, int Lanes, bool Streaming>
+// Whole: units never have rows beyond P.
+template <typename State, int P, int N, int Rows, int Lanes, bool Whole, bool Streaming>
 struct Tile {
+  static constexpr bool kWhole = Whole;
   static constexpr int kWidth = common_divisor(N, 16 / int(sizeof(State)));
   static constexpr int kVectors = N / kWidth;
   static constexpr int kPerLane = ceiling(kVectors, Lanes);
@@ -67,7 +69,7 @@ struct Tile {
 
   __device__ static constexpr int offset(int row, int i) { return row * N + i * Lanes * kWidth; }
   __device__ static bool inside(int first, int row, int lane, int i) {
-    return (P % Rows == 0 || first + row < P) && first < P && (kVectors % Lanes == 0 || i * Lanes + lane < kVectors);
+    return (Whole || first + row < P) && (kVectors % Lanes == 0 || i * Lanes + lane < kVectors);
   }
 
   __device__ void load_rows(const State* mine, int first, int lane) {
@@ -162,7 +164,7 @@ __device__ __forceinline__ void read_out(const TileOf& tile, const float* querie
 #pragma unroll
     for (int i = 0; i < values_left(kRanks * Rows, Lanes / 2); ++i) {
       const int row = first + (share.first + i) % Rows;
-      if (share.owner && row < P) out[From + (share.first + i) / Rows][row] = sums[i];
+      if (share.owner && (TileOf::kWhole || row < P)) out[From + (share.first + i) / Rows][row] = sums[i];
     }
     read_out<From + kRanks, R, P, N, Rows, Lanes>(tile, queries, out, first, lane);
   }
@@ -190,14 +192,15 @@ __global__ void __launch_bounds__(Threads)
   constexpr int kBlocks = ceiling(P, Rows);
   constexpr int kTurns = ceiling(kBlocks, kUnits);
   constexpr int kPaddedP = kBlocks * Rows;
-  using TileOf = Tile<MatrixState, P, N, Rows, kLanes, Streaming>;
+  using TileOf = Tile<MatrixState, P, N, Rows, kLanes, P % (kUnits * Rows) == 0, Streaming>;
 
   __shared__ float inverse_norms[R];
   __shared__ __align__(16) float last_keys[R * N], keys[R * N], queries[R * N];
   __shared__ __align__(16) float last_values[R][kPaddedP], values[R][kPaddedP];  // times the weights of their keys
   __shared__ __align__(16) float skips[R][P], gates[R][P], out[R][P];
 
-  const int thread = threadIdx.x, lane = thread % kLanes, unit = thread / kLanes;
+  const unsigned thread = threadIdx.x;
+  const int lane = thread % kLanes, unit = thread / kLanes;
   const long long own = blockIdx.x;  // row and head
   const int head = blockIdx.x % Heads;
   const long long row = blockIdx.x / Heads;
@@ -212,30 +215,40 @@ __global__ void __launch_bounds__(Threads)
   // Pair by pair of coordinates, then cell by cell of [R, P].
   TileOf tile;
   constexpr int kPairs = R * (N / 2), kPairsEach = ceiling(kPairs, Threads);
-  const auto pair_of = [&](int i) { return (thread + i * Threads) % (N / 2); };
+  const auto pair_of = [&](int i) { return unsigned(thread + i * Threads) % (N / 2); };
   const auto place_of = [&](int i, int side) {  // in [R, N]
-    const int rank = (thread + i * Threads) / (N / 2), pair = pair_of(i);
+    const unsigned rank = unsigned(thread + i * Threads) / (N / 2), pair = pair_of(i);
     return rank * N + (Half ? pair + side * (N / 2) : 2 * pair + side);
   };
+  q += group * N;
+  k += group * N;
+  q_bias += param * R * N;
+  k_bias += param * R * N;
+  state_angle += own * Pairs;
+  angles += own * Pairs;
+  mimo_v += param * R * P;
+  mimo_o += param * R * P;
+  mimo_z += param * R * P;
+  norm_weight += param * P;
+  z += own * P;
   Value new_q[kPairsEach][2], new_k[kPairsEach][2];
   KeyState last_k[kPairsEach][2];
   float bias_q[kPairsEach][2], bias_k[kPairsEach][2], last_angle[kPairsEach], rate[kPairsEach];
 #pragma unroll
   for (int i = 0; i < kPairsEach; ++i) {
     if (thread + i * Threads < kPairs && pair_of(i) < Pairs) {
-      last_angle[i] = state_angle[own * Pairs + pair_of(i)];
-      rate[i] = angles[own * Pairs + pair_of(i)];
+      last_angle[i] = state_angle[pair_of(i)];
+      rate[i] = angles[pair_of(i)];
     }
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       if (thread + i * Threads < kPairs) {
-        const int place = place_of(i, side);
-        const long long token = (group + (long long)(place / N) * Groups) * N + place % N;
+        const unsigned place = place_of(i, side), token = place / N * (Groups * N) + place % N;
         new_q[i][side] = q[token];
         new_k[i][side] = k[token];
         last_k[i][side] = state_k[place];
-        bias_q[i][side] = q_bias[param * R * N + place];
-        bias_k[i][side] = k_bias[param * R * N + place];
+        bias_q[i][side] = q_bias[place];
+        bias_k[i][side] = k_bias[place];
       }
     }
   }
@@ -246,15 +259,15 @@ __global__ void __launch_bounds__(Threads)
   float expand[kCellsEach], expand_z[kCellsEach], fold[kCellsEach], norm[kCellsEach];
 #pragma unroll
   for (int i = 0; i < kCellsEach; ++i) {
-    const int cell = thread + i * Threads;
+    const unsigned cell = thread + i * Threads;
     if (cell < kCells) {
       new_v[i] = v[cell % P];
       last_v[i] = state_v[cell % P];
-      if (HasZ) new_z[i] = z[own * P + cell % P];
-      if (HasNorm) norm[i] = norm_weight[param * P + cell % P];
-      if (HasRanks) expand[i] = mimo_v[param * kCells + cell];
-      if (HasRanks && HasZ) expand_z[i] = mimo_z[param * kCells + cell];
-      if (Folds) fold[i] = mimo_o[param * kCells + cell];
+      if (HasZ) new_z[i] = z[cell % P];
+      if (HasNorm) norm[i] = norm_weight[cell % P];
+      if (HasRanks) expand[i] = mimo_v[cell];
+      if (HasRanks && HasZ) expand_z[i] = mimo_z[cell];
+      if (Folds) fold[i] = mimo_o[cell];
     }
   }
   const float step = dt[own], logit = trap[own], log_decay = adt[own], skip = HasD ? D[param] : 0.0f;
@@ -264,7 +277,7 @@ __global__ void __launch_bounds__(Threads)
   const float keep = expf(log_decay), gamma = sigmoid(logit) * step, beta = keep * (sigmoid(-logit) * step);
 #pragma unroll
   for (int i = 0; i < kCellsEach; ++i) {
-    const int cell = thread + i * Threads, r = cell / P, p = cell % P;
+    const unsigned cell = thread + i * Threads, r = cell / P, p = cell % P;
     if (cell < kCells) {
       const float now = (HasRanks ? expand[i] : 1.0f) * to_float(new_v[i]);
       values[r][p] = gamma * now;
@@ -285,7 +298,7 @@ __global__ void __launch_bounds__(Threads)
 #pragma unroll
   for (int i = 0; i < kPairsEach; ++i) {
     if (thread + i * Threads < kPairs) {
-      const int first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
+      const unsigned first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
       float qa = to_float(new_q[i][0]) + bias_q[i][0], qb = to_float(new_q[i][1]) + bias_q[i][1];
       float ka = to_float(new_k[i][0]) + bias_k[i][0], kb = to_float(new_k[i][1]) + bias_k[i][1];
       if (pair < Pairs) {
@@ -296,7 +309,7 @@ __global__ void __launch_bounds__(Threads)
         const float unknown = (last_angle[i] - last_angle[i]) + (turns - turns);  // 0, or NaN if either is not finite
         rotate(qa, qb, sine + unknown, cosine + unknown);
         rotate(ka, kb, sine + unknown, cosine + unknown);
-        if (thread + i * Threads < N / 2) state_angle[own * Pairs + pair] = radians_of_phase(phase) + unknown;
+        if (thread + i * Threads < N / 2) state_angle[pair] = radians_of_phase(phase) + unknown;
       }
       queries[first] = qa;
       queries[second] = qb;
