@@ -86,8 +86,8 @@ def test_model_decodes_as_it_steps(mixer, implementation, param_dtype):
     config = LanguageModelConfig(**sizes, mixer=mixer, implementation=implementation, param_dtype=param_dtype)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     for block in model.blocks:  # weights that are not all one
-        scales = block.norm.scale, *([block.mixer.norm.scale] if mixer == "mamba2" else [])
-        for scale in scales:
+        norms: list[Any] = [block.norm, *([block.mixer.norm] if mixer == "mamba2" else [])]
+        for scale in (norm.scale for norm in norms):
             scale[...] = jnp.linspace(0.5, 2.0, scale.size, dtype=scale.dtype)
     tokens = jnp.arange(6)[None] % 5
 

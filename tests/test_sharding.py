@@ -254,14 +254,12 @@ def test_the_op_between_projections_is_sharded_by_rows_and_heads(groups):
     """Each shard is given the whole projection and does its own heads, also where their group is another's as well."""
     p, spec = mixer_problem(batch=4, heads=8, groups=groups, head_dim=4, state=8)
     spec = dataclasses.replace(spec, implementation=("xla",))
-    given = mixer.Operands(**{name: jnp.asarray(array) for name, array in random_operands(p).items()})
+    arrays = {name: jnp.asarray(array) for name, array in random_operands(p).items()}
     axes = {"b": "data", "h": "model"}
-    specs = {name: P(*map(axes.get, mixer.LETTERS[name])) for name in mixer.Operands._fields}
+    specs = {name: P(*map(axes.get, mixer.LETTERS[name])) for name in arrays}
+    given = mixer.Operands(**arrays)
     sharded = mixer.Operands(
-        **{
-            name: None if array is None else jax.device_put(array, NamedSharding(mesh(), specs[name]))
-            for name, array in given._asdict().items()
-        }
+        **{name: jax.device_put(array, NamedSharding(mesh(), specs[name])) for name, array in arrays.items()}
     )
     program = jax.jit(lambda operands: mixer.step(spec, operands)).lower(sharded).compile()
     assert moved(program) == {}

@@ -32,7 +32,9 @@ class Decoder:
     def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
         self.model = model
         self.layers: list[Any] = [
-            (Mamba2Decoder if isinstance(block.mixer, Mamba2) else Mamba3Decoder)(block.mixer, recurrence, block.norm)
+            Mamba2Decoder(block.mixer, recurrence, block.norm)
+            if isinstance(block.mixer, Mamba2)
+            else Mamba3Decoder(block.mixer, recurrence, block.norm)
             for block in model.blocks
         ]
         self.head = model.head_kernel()
