@@ -15,6 +15,7 @@ STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
 TILE = 32  # floats of S in the registers of one thread, at most
 MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
+STREAMED_ROWS = 8  # 74 us against 78 at 134 MB, one run whose spread was as large
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
 MOST_BLOCKS = 2**31 - 1  # one for each head of each row
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
@@ -45,7 +46,9 @@ class StepBlocks:
 def step_blocks(problem: Problem) -> StepBlocks:
     """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
     p = problem
-    rows, threads = MOST_ROWS, 256
+    nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
+    streaming = nbytes in STREAMED_BYTES
+    rows, threads = STREAMED_ROWS if streaming else MOST_ROWS, 256
     while rows > 1 and rows * row_floats(p) > TILE:
         rows //= 2
     while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
@@ -54,8 +57,7 @@ def step_blocks(problem: Problem) -> StepBlocks:
         rows //= 2
     while threads > 64 and units(p, threads // 2) * rows >= p.head_dim:
         threads //= 2
-    nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
-    return StepBlocks(rows, threads, streaming=nbytes in STREAMED_BYTES)
+    return StepBlocks(rows, threads, streaming)
 
 
 def units(problem: Problem, threads: int) -> int:

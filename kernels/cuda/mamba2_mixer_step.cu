@@ -4,8 +4,8 @@
 //   state = exp(A step) state + (step x) B,   y = (C . state + D x) silu(z),   step = clamp(softplus(dt + dt_bias))
 //
 // A block takes rows of the state of one head. While they are on their way, the convolution of the head's B and C and
-// of the rows' x goes through shared memory. Other blocks read the same tokens of B
-// and C, so the window is a ring: a token takes the place of the one that has just left it, which nobody reads.
+// of the rows' x goes through shared memory. Other blocks read the same tokens of B and C, so the window is a ring: a
+// token takes the place of the one that has just left it, whose value nobody uses.
 
 #include "mamba2_step.cuh"
 
@@ -20,7 +20,7 @@ using namespace jax_ssd;
 // Absent arrays are not touched. Rows, Threads: powers of two.
 template <typename Value, typename Window, typename State, int Heads, int AllHeads, int Groups, int P, int N, int Width,
           bool SharedParams, bool HasConvBias, bool Gates, bool HasNorm, int Rows, int Threads>
-__global__ void __launch_bounds__(Threads, 1024 / Threads)
+__global__ void __launch_bounds__(Threads)
     mamba2_mixer_step(State* state, Window* window_x, Window* window_bc, const float* projected, const int* position,
                       const int* head_of, const float* filter_x, const float* filter_bc, const float* bias_x,
                       const float* bias_bc, const float* A, const float* D, const float* dt_bias, const float* squares,
