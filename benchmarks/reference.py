@@ -1,4 +1,8 @@
-"""The recurrence in float64, piece by piece, written apart from the library so that both can be wrong only alone."""
+"""The recurrence in float64, piece by piece.
+
+That of Mamba-2 is written apart from the library, so that both can be wrong only alone. That of Mamba-3 is the
+library's own definition, which its tests hold against numpy.
+"""
 
 from __future__ import annotations
 

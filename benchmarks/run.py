@@ -3,9 +3,9 @@
     python -m benchmarks.run first wide step --implementations jax_ssd:cutile plain_xla mamba_ssm --name first
 
 prints a table and writes benchmarks/results/<date>-<name>.json. Cases: benchmarks/cases.py, `sweep*` for a prefix, or
-name=B,T,G,H,N,P[,dtype]. How times are taken: benchmarks/timing.py. What a floor counts: benchmarks/floors.py. An
-implementation that is not installed, refuses or fails gives rows that say why. Processes compile side by side and take
-turns at the device. The file is written anew with every row, so an interrupted run leaves what it had.
+name=B,T,G,H,N,P[,dtype][,rank=R]. How times are taken: benchmarks/timing.py. What a floor counts: benchmarks/floors.py.
+An implementation that is not installed, refuses or fails gives rows that say why. Processes compile side by side and
+take turns at the device. The file is written anew with every row, so an interrupted run leaves what it had.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("cases", nargs="+", help="named cases, prefixes ending in *, or name=B,T,G,H,N,P[,dtype]")
+    made.add_argument(
+        "cases", nargs="+", help="named cases, prefixes ending in *, or name=B,T,G,H,N,P[,dtype][,rank=R]"
+    )
     made.add_argument("--implementations", nargs="+", default=["jax_ssd", "plain_xla"], metavar="NAME")
     made.add_argument("--passes", nargs="+", choices=floors.PASSES, default=list(floors.PASSES))
     made.add_argument("--name", default="run", help="last part of the result file's name")

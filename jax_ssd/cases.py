@@ -107,6 +107,9 @@ def _row(name: str, **changes) -> Case:
     return dataclasses.replace(BASE, name=name, **changes)
 
 
+# Enough thread blocks for the CUDA C++ kernels to take it.
+_MODEL: dict[str, Any] = {"seq": 130, "heads": 18, "groups": 3, "state": 128, "head_dim": 64, "dtype": "bfloat16"}
+_MODEL |= {"gate": False, "chunk_size": None}
 TABLE = (
     BASE,
     _row("plain", skip=None, gate=False, bias=False, softplus=False, dt_limit=(0.0, INFINITY), initial_state=False),
@@ -122,6 +125,7 @@ TABLE = (
     _row("fast_decay", decay=(1.0, 1e4), dt_limit=(0.0, INFINITY)),
     _row("no_clamp", dt_limit=(0.0, INFINITY)),
     _row("bfloat16", dtype="bfloat16"),
+    _row("bfloat16_model", **_MODEL),
     _row("bfloat16_dt", dtype="bfloat16", dt_dtype="bfloat16", packed=True),
     _row("float16", dtype="float16"),
     _row("default_precision", precision="default"),

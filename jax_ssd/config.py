@@ -7,6 +7,8 @@
     JAX_SSD_COMPILE_JOBS  how many kernels are compiled at once (default: the number of processors)
     JAX_SSD_TUNING_FILE   what `jax_ssd.autotune` and `python -m jax_ssd tune` measured here; "off" for none
                           (default: $XDG_CONFIG_HOME/jax_ssd/tuning.json, or ~/.config/jax_ssd/tuning.json)
+    JAX_SSD_MAMBA3_SCAN   "fma" keeps float32 scans of Mamba-3 off the tensor cores, to compare with: their kernels
+                          decline, and XLA serves with full float32 products (default: "tensor")
 
 `settings()` is what holds now: an enclosing `override(...)` first, then `update(...)`, then the environment, then the
 default. Nothing is read when the module is imported.
@@ -40,6 +42,7 @@ VARIABLES: Mapping[str, str] = {
     "target_arch": "JAX_SSD_TARGET_ARCH",
     "compile_jobs": "JAX_SSD_COMPILE_JOBS",
     "tuning_file": "JAX_SSD_TUNING_FILE",
+    "mamba3_scan": "JAX_SSD_MAMBA3_SCAN",
 }
 
 
@@ -51,18 +54,21 @@ class Settings:
     target_arch: tuple of names from SUPPORTED_ARCHS; empty means the architectures of the GPUs that JAX sees.
     compile_jobs: at least 1.
     tuning_file: Path, or None for no file.
+    mamba3_scan: "tensor" or "fma".
     """
 
     cache_dir: Path | None = None
     target_arch: tuple[str, ...] = ()
     compile_jobs: int = 1
     tuning_file: Path | None = None
+    mamba3_scan: str = "tensor"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
         object.__setattr__(self, "target_arch", _archs(self.target_arch))
         object.__setattr__(self, "compile_jobs", _jobs(self.compile_jobs))
         object.__setattr__(self, "tuning_file", _path("tuning_file", self.tuning_file))
+        object.__setattr__(self, "mamba3_scan", _scan(self.mamba3_scan))
 
 
 def settings() -> Settings:
@@ -174,3 +180,11 @@ def _jobs(value: str | int) -> int:
             f"Leave it unset to use every processor ({os.cpu_count()} here)."
         )
     return jobs
+
+
+def _scan(value: str) -> str:
+    if value not in ("tensor", "fma"):
+        raise ValueError(
+            f"{_spell('mamba3_scan')}: expected 'tensor' or 'fma', got {value!r}. Leave it unset but to compare."
+        )
+    return value

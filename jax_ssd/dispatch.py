@@ -43,7 +43,7 @@ def first_accepting(op: str, names: Sequence[str], attempt: Callable[[str], T]) 
     """The first name for which `attempt` does not raise NotImplementedError, with what it returned.
 
     Raises:
-      NotImplementedError: all declined; the message holds every reason.
+      NotImplementedError: all declined; the message holds every reason, and what to do.
     """
     reasons = {}
     for name in names:
@@ -52,4 +52,8 @@ def first_accepting(op: str, names: Sequence[str], attempt: Callable[[str], T]) 
         except NotImplementedError as refusal:
             reasons[name] = refusal
     listed = "; ".join(f"implementation {name!r}: {reason}" for name, reason in reasons.items())
-    raise NotImplementedError(f"{op}: {listed}") from (next(iter(reasons.values())) if len(reasons) == 1 else None)
+    # Most reasons say it themselves.
+    cure = "" if "'xla'" in listed else "; 'xla' takes every call, and None chooses what is fastest here"
+    raise NotImplementedError(f"{op}: {listed}{cure}") from (
+        next(iter(reasons.values())) if len(reasons) == 1 else None
+    )

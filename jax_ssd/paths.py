@@ -49,7 +49,7 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
       function: any function of JAX arrays, e.g. `jax_ssd.mamba2` itself, a model's call or a training step.
       *args: its arguments.
       platform: "cpu" or "cuda". None: the default backend of this process.
-      **kwargs: its keyword arguments. Those that are not arrays are taken as static.
+      **kwargs: its keyword arguments. Those that are neither arrays nor trees of them are taken as static.
 
     Returns:
       One Path per call, in program order; print it to read it.
@@ -70,10 +70,16 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
 def calls(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The equations of this library's ops in the traced function, in program order."""
-    arrays = {name: value for name, value in kwargs.items() if hasattr(value, "shape")}
+    arrays = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
     static = {name: value for name, value in kwargs.items() if name not in arrays}
     traced = jax.make_jaxpr(lambda args, arrays: function(*args, **arrays, **static))(tuple(args), arrays)
     return [equation for equation in _equations(traced.jaxpr) if _is_ours(equation)]
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether it is an array or a tree of nothing else, such as a state."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 def _is_ours(equation) -> bool:

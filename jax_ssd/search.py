@@ -95,7 +95,7 @@ def autotune(
       seconds: after which nothing new is tried for one plan.
       quick: try the likeliest few choices only, and only those of the implementation that implementation=None takes: a
         second or two for a plan.
-      **kwargs: its keyword arguments. Those that are not arrays are taken as static.
+      **kwargs: its keyword arguments. Those that are neither arrays nor trees of them are taken as static.
 
     Returns:
       One Tuned per distinct plan, in program order. Empty if the function calls no kernel of this library.
@@ -221,6 +221,11 @@ def search(
         if math.isfinite(times[choice]):
             times[choice] = bench.time(programs[choice], CAREFUL)
     best = min(dict.fromkeys([start, *finalists]), key=times.__getitem__)
+    if not math.isfinite(times[start]):
+        raise RuntimeError(
+            f"{tunable.op} {tunable.implementation} ran with its heuristic's choice, {start}, but not a second time "
+            f"with the same results: {bench.failure or 'they differ'}"
+        )
     if bench.host_bound or times[best] > (1 - MARGIN) * times[start]:
         best = start  # no lead, or the host is slower than the kernels, so that nothing was seen of them
     tried = [[_difference(choice, start), round(us, 2)] for choice, us in times.items() if math.isfinite(us)]

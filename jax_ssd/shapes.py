@@ -18,11 +18,19 @@ def as_array(op: str, name: str, value) -> jax.Array:
     try:
         if value is None:  # which some releases of JAX take for NaN
             raise TypeError("a required argument is missing")
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as cause:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as cause:
         raise TypeError(
             f"{op}: {name}: expected an array, got {type(value).__name__}; pass a jax or numpy array."
         ) from cause
+    if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
+        held = np.iinfo(array.dtype)  # without jax_enable_x64 at most 32 bits, into which others would be wrapped
+        if value.min() < held.min or value.max() > held.max:
+            raise ValueError(
+                f"{op}: {name}: expected integers that {array.dtype.name} holds, got {value.min()} to {value.max()}; "
+                "number them anew, or set jax_enable_x64."
+            )
+    return array
 
 
 def require_float(op: str, name: str, array: jax.Array) -> None:
@@ -30,6 +38,15 @@ def require_float(op: str, name: str, array: jax.Array) -> None:
         raise TypeError(
             f"{op}: {name}: expected a floating type out of {FLOATS}, got {array.dtype.name}; convert it with .astype."
         )
+
+
+def labels(op: str, name: str, value, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -> jax.Array:
+    """The argument as an array of integers of exactly this shape."""
+    array = as_array(op, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name}: expected an integer type, got {array.dtype.name}; convert it to int32.")
+    require_shape(op, name, array, letters, sizes)
+    return array
 
 
 def require_dtype(op: str, name: str, array: jax.Array, allowed: Sequence[str], why: str) -> None:
@@ -95,7 +112,7 @@ def number(op: str, name: str, value) -> float:
         if isinstance(value, (str, bytes, bool)):
             raise TypeError(f"{type(value).__name__} is no number")
         result = float(value)
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, OverflowError) as cause:
         raise TypeError(
             f"{op}: {name}: expected a number, got {value!r}; it is static, so pass a Python float."
         ) from cause
@@ -114,7 +131,7 @@ def limits(op: str, dt_limit) -> tuple[float, float]:
         if any(isinstance(bound, (str, bytes, bool)) for bound in dt_limit):
             raise TypeError("not numbers")
         low, high = (float(bound) for bound in dt_limit)
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, OverflowError) as cause:
         raise TypeError(
             f"{op}: dt_limit: expected two numbers (low, high), got {dt_limit!r}; "
             "pass for instance (0.0, float('inf'))."

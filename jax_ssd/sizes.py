@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import jax
 
 from jax_ssd.mamba2.api import mamba2, mamba2_step
-from jax_ssd.mamba3.api import Mamba3State, mamba3, mamba3_step
+from jax_ssd.mamba3.api import MAX_RANK, Mamba3State, mamba3, mamba3_step
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Size:
             raise ValueError(f"size {self.name!r}: heads={self.heads} must be a multiple of groups={self.groups}")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"size {self.name!r}: dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
+        if not 0 <= self.rank <= MAX_RANK:
+            raise ValueError(f"size {self.name!r}: rank must be from 0 to {MAX_RANK}, got {self.rank}")
 
     @property
     def itemsize(self) -> int:
@@ -124,19 +126,28 @@ def find(text: str) -> list[Size]:
     """Sizes for one word of the command line.
 
     A name or its end ("130m"), a prefix ending in "*", "models" for the published models, or
-    name=B,T,G,H,N,P[,dtype].
+    name=B,T,G,H,N,P[,dtype][,rank=R], which is Mamba-3 where it has a rank (1 is SISO).
 
     Raises:
       ValueError: it means none.
     """
     if "=" in text:
         name, _, sizes = text.partition("=")
-        words = sizes.split(",")
-        if len(words) not in (6, 7):
-            raise ValueError(f"size {text!r}: expected name=B,T,G,H,N,P or name=B,T,G,H,N,P,dtype")
-        batch, seq, groups, heads, state, head_dim = (int(word) for word in words[:6])
-        size = Size(name, batch, seq, groups, heads, state, head_dim)
-        return [replace(size, dtype=words[6])] if len(words) == 7 else [size]
+        *words, last = sizes.split(",")
+        rank = last.strip().removeprefix("rank=") if last.strip().startswith("rank=") else None
+        words += [last] if rank is None else []
+        try:
+            if len(words) not in (6, 7):
+                raise ValueError(f"{len(words)} sizes")
+            batch, seq, groups, heads, state, head_dim = (int(word) for word in words[:6])
+            options: dict[str, Any] = {} if rank is None else {"rank": int(rank)}
+        except ValueError as error:
+            raise ValueError(
+                f"size {text!r}: expected name=B,T,G,H,N,P with whole numbers, then perhaps a dtype, then perhaps "
+                f"rank=R: {error}"
+            ) from error
+        options |= {"dtype": words[6].strip()} if len(words) == 7 else {}
+        return [Size(name, batch, seq, groups, heads, state, head_dim, **options)]
     if text == "models":
         found = [size for size in SIZES.values() if size.source]
     elif text.endswith("*"):

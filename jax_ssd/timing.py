@@ -62,7 +62,9 @@ class Timing:
 class Effort:
     """How long to measure: seconds of device time aimed at per sample, and samples.
 
-    Where a program is so long that the samples take more than `enough_seconds`, `FEWEST` of them will do.
+    Where a program is so long that the samples take more than `enough_seconds`, `FEWEST` of them will do. Where the
+    middle half of the samples is further apart than SETTLED of their median, as on a busy host, up to MOST_ROUNDS times
+    as many are taken.
     """
 
     sample_seconds: float = 0.02
@@ -72,6 +74,8 @@ class Effort:
 
 
 FEWEST = 3
+SETTLED = 0.1
+MOST_ROUNDS = 4
 _turn = threading.RLock()
 _depth = 0
 
@@ -127,6 +131,13 @@ def compile_program(
     return lowered.compile(), {}
 
 
+def _middle_half(samples: Sequence[float]) -> float:
+    """How far apart the quartiles are."""
+    ordered = sorted(samples)
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] - ordered[quarter]
+
+
 def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int, effort: Effort) -> Timing:
     """Times `execute`, which submits one program of `calls` calls and returns something to `wait` for."""
 
@@ -146,8 +157,10 @@ def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int,
     run(programs)
     slopes, dispatch = [], []
     started = time.perf_counter()
-    for repeat in range(effort.repeats):
+    for repeat in range(MOST_ROUNDS * effort.repeats):
         if repeat >= FEWEST and time.perf_counter() - started > effort.enough_seconds:
+            break
+        if repeat >= effort.repeats and _middle_half(slopes) <= SETTLED * statistics.median(slopes):
             break
         short, _ = run(programs)
         long, submitted = run(2 * programs)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_ssd
-from jax_ssd import config, cutile, ffi_targets
+from jax_ssd import config, cutile, ffi_targets, nvrtc
 from jax_ssd.cases import Case
 
 BATCH, SEQ, HEADS, HEAD_DIM, GROUPS, STATE = 2, 5, 4, 8, 2, 16
@@ -23,6 +23,11 @@ ARRAYS = Case(
 STEP_ARRAYS = {n: a[:, 0] if n in ("x", "dt", "B", "C", "z") else a for n, a in ARRAYS.items()}
 STEP_ARRAYS["state"] = STEP_ARRAYS.pop("initial_state")
 CALLS = {"mamba2": (jax_ssd.mamba2, ARRAYS), "mamba2_step": (jax_ssd.mamba2_step, STEP_ARRAYS)}
+
+# A call of the size and type of a model, which every kernel takes.
+_WIDE = Case("", batch=4, seq=64, heads=16, head_dim=64, groups=1, state=64, dtype="bfloat16", gate=False).inputs()
+_WIDE_STEP = {n: a[:, 0] if n in ("x", "dt", "B", "C") else a for n, a in _WIDE.items() if n != "initial_state"}
+MODEL = {"mamba2": _WIDE, "mamba2_step": _WIDE_STEP | {"state": _WIDE["initial_state"]}}
 
 # Words that must all be in a message.
 Words = tuple[str, ...]
@@ -282,22 +287,27 @@ def no_gpu_here() -> bool:
 
 
 @pytest.mark.skipif(not no_gpu_here(), reason="there is a GPU")
+@pytest.mark.parametrize("implementation", ["cutile", "cuda"])
 @pytest.mark.parametrize("call, op", [("mamba2", "mamba2_forward"), ("mamba2_step", "mamba2_step")])
-def test_kernels_without_a_gpu(call, op, monkeypatch):
+def test_kernels_without_a_gpu(call, op, implementation, monkeypatch):
     monkeypatch.delenv("JAX_SSD_TARGET_ARCH", raising=False)
-    function, arrays = CALLS[call]
+    function, arrays = CALLS[call][0], MODEL[call]
     words = (
-        f"{op}: implementation 'cutile': JAX sees no CUDA device",
+        f"{op}: implementation '{implementation}': JAX sees no CUDA device",
         "Set JAX_SSD_TARGET_ARCH",
         "sm_90",
         "to compile without a GPU",
+        "'xla' takes every call",
     )
-    check_refused(NotImplementedError, words, function, arrays | {"implementation": "cutile"})
+    check_refused(NotImplementedError, words, function, arrays | {"implementation": implementation})
 
 
 def test_kernels_of_another_type():
     function, arrays = CALLS["mamba2"]
-    words = ("mamba2_forward: implementation 'cuda': the CUDA C++ kernels take bfloat16, got float32",)
+    words = (
+        "mamba2_forward: implementation 'cuda': the CUDA C++ kernels take bfloat16, got float32",
+        "'xla' takes every call, and None chooses",
+    )
     check_refused(NotImplementedError, words, function, arrays | {"implementation": "cuda"})
 
 
@@ -327,25 +337,29 @@ def test_kernels_in_a_program_for_the_cpu(call):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("implementation", ["cutile", "cuda"])
 @pytest.mark.parametrize("call, op", [("mamba2", "mamba2_forward"), ("mamba2_step", "mamba2_step")])
-def test_kernels_without_the_extension(call, op, monkeypatch):
+def test_kernels_without_the_extension(call, op, implementation, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_ssd._ffi", None)
     monkeypatch.delattr("jax_ssd._ffi", raising=False)
     assert ffi_targets.missing() is not None
-    function, arrays = CALLS[call]
-    words = (f"{op}: implementation 'cutile': the extension jax_ssd._ffi cannot be imported", "`pip install -e .`")
+    function, arrays = CALLS[call][0], MODEL[call]
+    reason = f"{op}: implementation '{implementation}': the extension jax_ssd._ffi cannot be imported"
     with config.override(target_arch="sm_90"):
-        check_refused(NotImplementedError, words, function, arrays | {"implementation": "cutile"})
+        words = (reason, "`pip install -e .`")
+        check_refused(NotImplementedError, words, function, arrays | {"implementation": implementation})
 
 
+@pytest.mark.parametrize("implementation, package", [("cutile", "cuda-tile"), ("cuda", "cuda-bindings")])
 @pytest.mark.parametrize("call", CALLS)
-def test_kernels_without_their_compiler(call, monkeypatch, tmp_path):
+def test_kernels_without_their_compiler(call, implementation, package, monkeypatch, tmp_path):
     """Only compiling needs it, so what is in the cache runs without."""
     monkeypatch.setattr(cutile, "_cuda_tile_installed", lambda: False)
-    function, arrays = CALLS[call]
+    monkeypatch.setattr(nvrtc, "_bindings_installed", lambda: False)
+    function, arrays = CALLS[call][0], MODEL[call]
     with config.override(target_arch="sm_90", cache_dir=tmp_path):
-        run = functools.partial(function, implementation="cutile")
-        with pytest.raises(NotImplementedError, match="implementation 'cutile': .*cuda-tile") as caught:
+        run = functools.partial(function, implementation=implementation)
+        with pytest.raises(NotImplementedError, match=f"implementation '{implementation}': .*{package}") as caught:
             jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",))
     assert "pip install" in str(caught.value)
 
@@ -357,8 +371,10 @@ def refused_sizes():
     return [
         ("mamba2", wide, ("a state size up to 256, got 300",)),
         ("mamba2_step", step_wide, ("a state size up to 256, got 300",)),
-        ("mamba2", {"chunk_size": 50}, ("a chunk_size of 16, 32, 64, 128", "got 50", "leave it out")),
-        ("mamba2", {"chunk_size": 256}, ("a chunk_size of 16, 32, 64, 128", "got 256", "leave it out")),
+        *(
+            ("mamba2", {"chunk_size": chunk}, ("a chunk_size of 16, 32, 64, 128", f"got {chunk}", "leave it out"))
+            for chunk in (1, 40, 50, 100, 200, 256)
+        ),
         ("mamba2", negative, ("steps >= 0: dt_limit from 0 on, or dt_softplus", "got dt_limit=(-1.0, 1.0)")),
         ("mamba2_step", negative, ("steps >= 0: dt_limit from 0 on, or dt_softplus", "got dt_limit=(-1.0, 1.0)")),
     ]
@@ -403,7 +419,10 @@ def test_float64_is_refused_by_the_kernels(call, x64):
 @pytest.mark.parametrize("call, changes, words", refused_sizes())
 def test_the_default_takes_what_the_kernels_refuse(call, changes, words):
     function, arrays = CALLS[call]
-    static = {n: v for n, v in changes.items() if not isinstance(v, jax.Array)}
-    moving = arrays | {n: v for n, v in changes.items() if isinstance(v, jax.Array)}
     with config.override(target_arch="sm_90"):
-        jax.eval_shape(functools.partial(function, **static), **moving)
+        (path,) = jax_ssd.dispatch_paths(function, **{**arrays, **changes}, platform="cuda")
+    if call == "mamba2_step":  # whose CUDA C++ kernel takes them, and is asked first
+        assert path.implementation == "cuda" and not path.refusals
+    else:
+        assert path.implementation == "xla" and set(path.refusals) == {"cuda", "cutile"}
+        assert all(word in path.refusals["cutile"] for word in words)

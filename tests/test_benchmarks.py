@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, worker
+from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, timing, worker
 from benchmarks.peers import base, own
 
 
@@ -98,6 +98,44 @@ def test_a_program_has_the_kernels_of_one_call_as_often_as_it_calls(name, found,
     anything = own.load("jax_ssd", base.Options())
     assert not measure_jax.missing_calls(anything, Program(0), Program(0), 3)
     assert measure_jax.missing_calls(peer, Program(0), Program(0), 3)
+
+
+def test_outputs_that_are_alike_or_no_numbers_are_problems():
+    assert measure_jax.distinct_and_finite([1.0, 2.0, 3.5]) == []
+    assert measure_jax.distinct_and_finite([1.0, 2.0, 1.0]) == ["two calls on different inputs gave the same output"]
+    for broken in (0.0, np.nan, np.inf):
+        assert measure_jax.distinct_and_finite([1.0, broken]) == ["an output is zero or not finite"]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "error", "seconds", "reason"),
+    [
+        ("jax_ssd", 4e-2, 1e-4, None),
+        ("jax_ssd", 6e-2, 1e-4, "dx is off by 0.06"),
+        ("mamba_ssm", 6e-2, 1e-4, None),
+        ("mamba_ssm", 0.3, 1e-4, "dx is off by 0.3"),
+        ("jax_ssd", np.nan, 1e-4, "dx is off by nan"),
+        ("jax_ssd", 1e-3, 0.0, "the time is not positive"),
+        ("jax_ssd", 1e-3, np.nan, "the time is not positive"),
+    ],
+)
+def test_a_row_whose_numbers_are_wrong_says_so(implementation, error, seconds, reason):
+    found = timing.Timing(seconds, seconds, seconds, 3, 1, 1, 0.0, False)
+    errors = {"y": 1e-3, "dx": error}
+    row = rows.measured(cases.CASES["first"], "forward_backward", implementation, found, errors, [])
+    assert (row["status"], row.get("reason")) == ("ok" if reason is None else "wrong", reason)
+
+
+def test_a_wrong_row_is_nobodys_yardstick():
+    result = json.loads(COMMITTED.read_text())
+    report.add_ratios(result)
+    own_row = result["rows"][0]
+    before = own_row["fastest_peer"], own_row["peer_ratio"]
+    for row in result["rows"]:
+        if (row["case"], row["pass"], row["implementation"]) == ("first", "forward", before[0]):
+            row |= {"status": "wrong", "reason": "y is off by 1", "microseconds": 1.0}
+    report.add_ratios(result)
+    assert own_row["fastest_peer"] != before[0] and own_row["peer_ratio"] > before[1]
 
 
 @pytest.mark.slow
@@ -195,6 +233,15 @@ def test_cases_are_found_by_name_prefix_and_size():
     assert len(cases.find("sweep*")) == 20
     (made,) = cases.find("mine=1,128,2,4,16,8,float32")
     assert (made.batch, made.seq, made.groups, made.heads, made.state, made.head_dim) == (1, 128, 2, 4, 16, 8)
+    (made,) = cases.find("mine=1,128,2,4,16,8,float32,rank=3")
+    assert (made.state, made.head_dim, made.dtype, made.rank) == (16, 8, "float32", 3)
+    (made,) = cases.find("mine=1,128,2,4,16,8,rank=1")
+    assert (made.dtype, made.rank) == ("bfloat16", 1)
+    for text in ("mine=1,128,2,4,16", "mine=1,128,2,4,16,x", "mine=1,128,2,4,16,8,rank=", "mine=1,1,1,1,1,1,a,b"):
+        with pytest.raises(ValueError, match="expected name=B,T,G,H,N,P with whole numbers"):
+            cases.find(text)
+    with pytest.raises(ValueError, match="rank must be from 0 to 8, got 9"):
+        cases.find("mine=1,128,2,4,16,8,rank=9")
     with pytest.raises(ValueError, match="no size called 'frist'"):
         cases.find("frist")
     with pytest.raises(ValueError, match="multiple of groups"):

@@ -1,7 +1,9 @@
 """`python -m jax_ssd check`."""
 
+import jax
 import pytest
 
+from jax_ssd import config, dispatch_paths
 from jax_ssd.mamba3 import cases
 from jax_ssd.tools import check
 
@@ -30,6 +32,18 @@ def test_the_cases_of_mamba3_cover_what_its_kernels_are_written_for():
         arrays = case.inputs()
         assert ("mimo_v" in arrays) == bool(case.rank) and ("initial_ssm" in arrays) == case.initial_state
     assert len(check.BY_NAME) == sum(map(len, check.TABLES.values()))  # no name twice
+
+
+@pytest.mark.parametrize("name", ["bfloat16_model", "mimo_bfloat16_model", "siso_bfloat16_model"])
+def test_a_case_is_for_the_kernels_that_models_run(name):
+    case = check.BY_NAME[name]
+
+    def total(arrays):
+        return sum(value.astype("float32").sum() for value in case.scan(arrays, "cuda").values())
+
+    with config.override(target_arch="sm_90"):
+        paths = dispatch_paths(jax.grad(total), check.differentiable(case.inputs()), platform="cuda")
+    assert [path.implementation for path in paths] == ["cuda", "cuda"]
 
 
 def test_a_failure_is_an_exit_status(capsys, monkeypatch):

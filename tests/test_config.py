@@ -22,6 +22,7 @@ def test_defaults():
         target_arch=(),
         compile_jobs=os.cpu_count() or 1,
         tuning_file=Path("/home/someone/.config/jax_ssd/tuning.json"),
+        mamba3_scan="tensor",
     )
 
 
@@ -39,7 +40,8 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("JAX_SSD_TARGET_ARCH", "sm_100, 9.0")
     monkeypatch.setenv("JAX_SSD_COMPILE_JOBS", "3")
     monkeypatch.setenv("JAX_SSD_TUNING_FILE", "off")
-    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), 3, None)
+    monkeypatch.setenv("JAX_SSD_MAMBA3_SCAN", "fma")
+    assert config.settings() == config.Settings(Path("/home/someone/kernels"), ("sm_90", "sm_100"), 3, None, "fma")
 
 
 def test_an_empty_variable_is_unset(monkeypatch):
@@ -83,6 +85,7 @@ def test_override_ends_with_an_error():
         ("target_arch", "sm_90a", ["JAX_SSD_TARGET_ARCH", "'sm_90a'"]),
         ("compile_jobs", "0", ["JAX_SSD_COMPILE_JOBS", "at least 1", "'0'"]),
         ("compile_jobs", "many", ["JAX_SSD_COMPILE_JOBS", "'many'"]),
+        ("mamba3_scan", "dmma", ["JAX_SSD_MAMBA3_SCAN", "'tensor' or 'fma'", "'dmma'"]),
         ("cache_dir", "kernels", ["JAX_SSD_CACHE_DIR", "absolute", "'kernels'", str(Path.cwd() / "kernels")]),
     ],
 )

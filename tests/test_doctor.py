@@ -85,7 +85,10 @@ def test_choice_where_everything_is_there(monkeypatch):
     monkeypatch.setattr(cutile, "missing", lambda: None)
     monkeypatch.setattr(ffi_targets, "missing", lambda: None)
     with config.override(target_arch="sm_90"):
-        assert "cuda: cutile, compiled for sm_90" in section("what implementation=None chooses")
+        choice = section("what implementation=None chooses")
+    by_cuda, by_cutile = choice.split("cuda: cuda, compiled for sm_90")
+    assert "mamba2_forward: bfloat16" in by_cuda and "mamba2_step: bfloat16, float32" in by_cuda
+    assert "mamba2_forward: float32" in by_cutile and "cuda: cutile, compiled for sm_90" in by_cutile
 
 
 def test_nonsense_in_the_environment_is_reported(monkeypatch):

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,13 +49,32 @@ def encoded() -> tuple[bytes, int]:
     return attributes["plan"].tobytes(), attributes["cubins"].size
 
 
-def test_launcher_on_a_recording_driver(tmp_path):
-    """Arguments, sharing and loading of cubins, checks and error texts, under the address and undefined sanitizers."""
+STRICT = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'ffi'}"]
+
+
+def cxx() -> str:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "building jax_ssd takes a C++ compiler"
+    return compiler
+
+
+@pytest.mark.parametrize("name", ["handler", "module"])
+def test_what_needs_the_headers_of_xla_compiles_without_a_warning(name):
+    """The other sources are part of the program below. Here the headers are those of the jaxlib that is installed."""
+    nanobind = pytest.importorskip("nanobind")
+    headers = (jax.ffi.include_dir(), nanobind.include_dir(), sysconfig.get_paths()["include"])
+    others = [word for folder in headers for word in ("-isystem", folder)]
+    done = subprocess.run(
+        [cxx(), *STRICT, *others, "-fsyntax-only", str(ROOT / "ffi" / f"{name}.cc")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_launcher_on_a_recording_driver(tmp_path):
+    """Arguments, sharing and loading of cubins, checks and error texts, under the address and undefined sanitizers."""
     program = tmp_path / "launcher_test"
-    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
-    build = [compiler, *flags, "-fno-sanitize-recover=all", f"-I{ROOT / 'ffi'}", *map(str, SOURCES), "-o", str(program)]
+    flags = [*STRICT, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    build = [cxx(), *flags, *map(str, SOURCES), "-o", str(program)]
     subprocess.run([*build, "-ldl", "-lpthread"], check=True)
     # LD_PRELOAD would put another library ahead of the sanitizer's.
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
@@ -72,8 +93,6 @@ def test_registrations_have_every_stage():
 def test_registering_twice_does_nothing(monkeypatch):
     """Twice, from several threads, is once: a second registration could differ and break every program."""
     from concurrent.futures import ThreadPoolExecutor
-
-    import jax
 
     calls = []
     monkeypatch.setattr(ffi_targets, "_registered", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -232,11 +232,60 @@ def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
         ({"precision": "exact"}, ValueError, "Mamba2: precision: expected one of"),
         ({"chunk_size": 0}, ValueError, "chunk_size: expected at least 1 token"),
         ({"norm_epsilon": -1.0}, ValueError, "epsilon: expected a finite number"),
+        ({"use_norm": "no"}, TypeError, "Mamba2: use_norm: expected True or False, got 'no'"),
+        ({"use_bias": 1}, TypeError, "Mamba2: use_bias: expected True or False, got 1"),
+        ({"state_dtype": jnp.int32}, TypeError, "state_dtype: expected a floating type, got .*int32"),
     ],
 )
 def test_slips_are_named_at_construction(changes, error, said):
     with pytest.raises(error, match=said):
         Mamba2(16, **({"state_dim": 8, "head_dim": 8, "rngs": nnx.Rngs(0)} | changes))
+
+
+@cache
+def some_layer() -> Mamba2:
+    return build()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "said"),
+    [
+        ({"x": "text"}, TypeError, "layer: x: expected an array, got str; pass a jax or numpy array"),
+        (
+            {"x": np.ones(16, np.float32)},
+            ValueError,
+            r"Mamba2: x: expected at least 2 axes \(.*in_features\), got",
+        ),
+        (
+            {"segment_ids": np.zeros(5, int)},
+            ValueError,
+            r"Mamba2: segment_ids: .* = \(2, 5\), got \(5,\); reshape",
+        ),
+        ({"segment_ids": np.zeros((2, 4), int)}, ValueError, r"Mamba2: segment_ids: .* got \(2, 4\); reshape"),
+        (
+            {"segment_ids": np.zeros((2, 5))},
+            TypeError,
+            "Mamba2: segment_ids: expected an integer type, got float32; ",
+        ),
+        ({"initial_carry": (1, 2, 3, 4)}, TypeError, "Mamba2: initial_carry: expected a Mamba2Carry, got tuple; pass"),
+        ({"initial_carry": np.ones(3)}, TypeError, "Mamba2: initial_carry: expected a Mamba2Carry, got ndarray; pass"),
+        ({"return_carry": 1}, TypeError, "Mamba2: return_carry: expected True or False, got 1; it is static"),
+    ],
+)
+def test_slips_are_named_at_the_call(keywords, error, said):
+    with pytest.raises(error, match=said):
+        some_layer()(**{"x": np.ones((2, 5, FEATURES), np.float32), **keywords})
+
+
+def test_a_step_without_a_carry_is_named():
+    with pytest.raises(TypeError, match="Mamba2: carry: expected a Mamba2Carry, got NoneType; pass what initialize_ca"):
+        some_layer().step(None, np.ones((2, FEATURES), np.float32))  # type: ignore[arg-type]
+
+
+def test_lists_are_taken_as_arrays():
+    layer, x, ids = some_layer(), np.zeros((2, 5, FEATURES), np.float32), [[0, 0, 1, 1, -1]] * 2
+    y = jax.eval_shape(lambda: layer(x.tolist(), segment_ids=ids))  # type: ignore[arg-type]
+    assert (y.shape, y.dtype) == (x.shape, jnp.float32)
 
 
 def test_a_list_of_limits_is_a_tuple():

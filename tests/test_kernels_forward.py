@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_ssd import config
-from jax_ssd.mamba2 import plan
+from jax_ssd.mamba2 import plan, plan_backward
 from jax_ssd.mamba2.problem import Problem
 from tests import scan_float64, tile_emulator
 from tests.compilation import compile_plan
@@ -166,6 +166,21 @@ def test_halves_with_a_carried_state_are_bitwise_the_whole():
 def test_refusals_name_the_limit_and_the_figure(changes, said):
     with pytest.raises(NotImplementedError, match=said):
         plan.forward(problem(**changes))
+
+
+@pytest.mark.parametrize("state", [8, 16, 17, 32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 48, 64, 80, 96, 128])
+def test_sizes_that_models_have_are_planned(head_dim, state):
+    """Forward, backward and step, on the oldest architecture, the newest, and between."""
+    layouts = ((1, 1), (2, 1), (3, 3), (5, 1), (6, 2), (7, 7), (12, 4), (24, 8))
+    for number in range(head_dim // 8 % 3, len(layouts), 3):
+        (heads, groups), dtype = layouts[number], ("bfloat16", "float32")[number % 2]
+        sizes = {"head_dim": head_dim, "state": state, "heads": heads, "groups": groups, "dtype": dtype}
+        p = problem(**{**EVERY, **sizes, "seq": 200, "chunk_size": None, "has_runs": True})
+        step = replace(p, seq=1, has_runs=False)
+        for made in (plan.forward(p), plan_backward.backward(replace(p, has_dfinal=True)), plan.step(step)):
+            for arch in ("sm_80", "sm_90", "sm_120"):
+                made.check(arch)
 
 
 def test_segments_fill_the_gpu_and_no_more():

@@ -11,6 +11,7 @@ import pytest
 import jax_ssd
 from jax_ssd import config
 from jax_ssd.mamba3 import plan
+from jax_ssd.plans import Buffer
 from tests import cuda_emulator, emulation
 from tests.mamba3_calls import CALLS, POISONED, Call, errors
 
@@ -38,6 +39,15 @@ def test_agrees_with_float64(call):
     assert found["y"] <= call.bar
     assert found["ssm"] <= 2 * call.bar
     assert max(found["angle"], found["k"], found["v"]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["packed, segments", "float32"])
+def test_the_order_of_threads_and_blocks_moves_no_bit(name):
+    (call,) = (dataclasses.replace(call, batch=1, heads=2, groups=1) for call in CALLS if call.name == name)
+    made, operands = planned(call), call.operands()
+    first, other = (cuda_emulator.run(made, operands, seed=seed) for seed in (1, 2))
+    for buffer in made.results:
+        np.testing.assert_array_equal(first[buffer.name].view(np.uint8), other[buffer.name].view(np.uint8))
 
 
 def test_a_nan_stays_with_its_head_and_the_tokens_after_it():
@@ -94,6 +104,23 @@ def test_traced_boundaries_that_are_not_sound(monkeypatch):
             results, expected = (jax.tree.leaves(call(np.array(bounds))) for call in (by_kernels, by_xla))
             for got, want in zip(results, expected, strict=True):
                 np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_rows_have_boundaries_of_their_own(segments):
+    """What jax.vmap makes of packs."""
+    one = Call("packs", batch=1, seq=300, heads=2, groups=1, segments=segments, cu_seqlens=(0, 40, 40, 300))
+    operands = dataclasses.replace(one, batch=2).operands()
+    operands["cu_seqlens"] = np.array([[0, 40, 40, 300], [0, 7, 211, 300]], np.int32)
+    buffers = tuple(Buffer(name, array.shape, array.dtype.name) for name, array in operands.items())
+    both = dataclasses.replace(one.problem(), batch=2, operands=buffers)
+    made = plan.forward(both, dataclasses.replace(plan.tiles(both, ["sm_90"]), segments=segments), ["sm_90"])
+    together = cuda_emulator.run(made, operands)
+    for row in range(2):
+        alone = {name: a[row : row + 1] if a.shape[0] == 2 else a for name, a in operands.items()}
+        for name, array in cuda_emulator.run(planned(one), alone).items():
+            if not name.startswith(("ends", "decays", "phases")):
+                np.testing.assert_array_equal(np.float32(together[name][row : row + 1]), np.float32(array), name)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,28 @@ def test_limits_of_another_kind(limit):
         shapes.limits("op", limit)
 
 
+def test_limits_beyond_every_float():
+    with pytest.raises(TypeError, match="dt_limit: expected two numbers"):
+        shapes.limits("op", (0, 10**400))
+    with pytest.raises(TypeError, match="eps: expected a number"):
+        shapes.number("op", "eps", 10**400)
+
+
+@pytest.mark.parametrize("value", [np.array([0, 2**32]), np.array([2**31]), np.array([-(2**40)]), np.array([2**63])])
+def test_integers_that_would_be_wrapped(value):
+    with pytest.raises(ValueError, match="op: segment_ids: expected integers that u?int32 holds, got .*; number them"):
+        shapes.labels("op", "segment_ids", value, ("seq",), {"seq": value.size})
+    with pytest.raises(TypeError, match="op: segment_ids: expected an array, got list"):
+        shapes.labels("op", "segment_ids", value.tolist(), ("seq",), {"seq": value.size})
+    with jax.enable_x64(True):
+        assert shapes.labels("op", "segment_ids", value, ("seq",), {"seq": value.size}).dtype.itemsize == 8
+
+
+@pytest.mark.parametrize("value", [np.array([-(2**31), 2**31 - 1]), np.array([2**31 - 1], np.uint64), np.zeros(0, int)])
+def test_integers_that_32_bits_hold(value):
+    np.testing.assert_array_equal(shapes.labels("op", "segment_ids", value, ("seq",), {"seq": value.size}), value)
+
+
 @pytest.mark.parametrize("limit", [(1e39, 1e40), (-1e40, -1e39)])
 def test_limits_beyond_float32(limit):
     with pytest.raises(ValueError, match="dt_limit: expected low <= high"):

@@ -23,6 +23,7 @@ from tests.mixer_steps import mixer_problem, random_operands
 
 BATCH, SEQ, HEAD_DIM, STATE, CHUNK = 4, 48, 8, 16, 16
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
+PARAMETERS = ("A", "D", "dt_bias")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
@@ -171,6 +172,22 @@ def test_forward_and_backward_move_no_activation(name):
     assert_close(program(*arguments), expected(layout.groups, layout.heads))
 
 
+def test_several_leading_axes_move_no_activation():
+    """Sharded from the first one on, as merging them into one batch leaves every shard where it is."""
+    given, specs = {}, {}
+    for name, array in arrays(2, 8).items():
+        per_row = name not in PARAMETERS
+        given[name] = jnp.stack([array, 2 * array]) if per_row else array
+        specs[name] = P("data", "model") if per_row else P()
+    given = place(given, specs)
+    results = (NamedSharding(mesh(), P()), {name: NamedSharding(mesh(), specs[name]) for name in NAMES})
+    program = compiled(value_and_gradients, given, out_shardings=results)
+    assert set(moved(program)) == {"all-reduce"}
+    assert max(moved(program)["all-reduce"]) <= 8 * HEAD_DIM
+    alone = jax.tree.map(np.asarray, given)
+    assert_close(program(given), jax.tree.map(np.asarray, compiled(value_and_gradients, alone)(alone)))
+
+
 def test_packed_sequences_move_no_activation():
     program, arguments = compiled_gradients(GOOD["batch only"], ids())
     collectives = moved(program)
@@ -294,8 +311,6 @@ def test_kernels_are_planned_for_their_shard(monkeypatch):
 
 
 # Mapped by hand.
-
-PARAMETERS = ("A", "D", "dt_bias")
 
 
 def y_of(moving):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -50,3 +51,19 @@ def test_long_programs_are_repeated_less():
     effort = timing.Effort(sample_seconds=0.001, repeats=9, most_programs=1, enough_seconds=0.05)
     found = timing.measure(lambda: time.sleep(0.01), lambda _: None, 1, effort)
     assert timing.FEWEST <= found.repeats < 9
+
+
+def test_samples_that_scatter_are_followed_by_more(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+
+    def repeats(durations):
+        def execute():
+            nonlocal now
+            now += next(durations)
+
+        effort = timing.Effort(sample_seconds=0.001, repeats=6, most_programs=1, enough_seconds=60)
+        return timing.measure(execute, lambda _: None, 1, effort).repeats
+
+    assert repeats(itertools.repeat(0.01)) == 6
+    assert repeats(itertools.cycle([0.01, 0.01, 0.01, 0.05, 0.01])) == timing.MOST_ROUNDS * 6

@@ -25,7 +25,8 @@ from tests import emulation
 ARCH = "sm_90"
 CHUNK = 16
 CASE = Case("", batch=2, seq=48, heads=2, head_dim=16, groups=1, state=16, gate=False, dt_limit=(0.0, math.inf))
-PER_TOKEN = ("x", "dt", "B", "C")
+PER_TOKEN = ("x", "dt", "B", "C", "z")
+OPS = tuple(f"{model}_{op}" for model in ("mamba2", "mamba3") for op in ("forward", "backward", "step"))
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def decode(given, implementation=None, **options):
     def token(state, inputs):
         return one_step({"state": state, **fixed, **inputs}, implementation, **options)
 
-    inputs = {name: jnp.moveaxis(given[name], 1, 0) for name in PER_TOKEN}
+    inputs = {name: jnp.moveaxis(given[name], 1, 0) for name in PER_TOKEN if name in given}
     state, y = jax.lax.scan(token, given["initial_state"], inputs)
     return jnp.moveaxis(y, 0, 1), state
 
@@ -198,6 +199,8 @@ STEP_CASES = {
     "skip per head": {"skip": "head", "groups": 2},
     "clamp": {"dt_limit": (0.3, 0.9), "skip": None},
     "bfloat16": {"dtype": "bfloat16", "dt_dtype": "bfloat16"},
+    "gate, without bias": {"gate": True, "bias": False},
+    "one request": {"batch": 1},
 }
 
 
@@ -213,21 +216,68 @@ def test_steps_equal_the_sequence(name, implementation):
 
 
 def test_a_16_bit_state_stays_one(implementation):
-    given = arrays() | {name: arrays()[name][:, :6] for name in PER_TOKEN}
+    given = {name: a[:, :6] if name in PER_TOKEN else a for name, a in arrays().items()}
     narrow = given | {"initial_state": given["initial_state"].astype("bfloat16")}
     y, state = jax.jit(functools.partial(decode, implementation=implementation))(narrow)
     assert (y.dtype, state.dtype) == (jnp.float32, jnp.bfloat16)
     assert_close((y, state), run(given, "reference", return_final_state=True), 2e-2)
 
 
-def test_gradients_through_steps_equal_those_of_the_scan():
+def test_steps_in_float64(x64):
+    given = {name: jnp.asarray(np.asarray(a), "float64") for name, a in arrays().items()}
+    y, state = jax.jit(functools.partial(decode, implementation="xla"))(given)
+    assert (y.dtype, state.dtype) == (jnp.float64, jnp.float64)
+    assert_close((y, state), run(given, "reference", return_final_state=True), 1e-12)
+
+
+@pytest.mark.parametrize("lead", [(), (3, 2), (2, 0)])
+def test_a_step_has_any_number_of_leading_axes(lead, implementation):
+    token = first_token(dataclasses.replace(CASE, batch=6, seq=1, gate=True).inputs())
+    count = math.prod(lead)
+    flat = {name: a[:count] if name in (*PER_TOKEN, "state") else a for name, a in token.items()}
+    shaped = {name: a.reshape(*lead, *a.shape[1:]) if name in (*PER_TOKEN, "state") else a for name, a in flat.items()}
+    state, y = one_step(shaped, implementation)
+    assert (state.shape, y.shape) == (shaped["state"].shape, shaped["x"].shape)
+    want_state, want_y = one_step(flat, "reference")
+    assert_close((state, y), (want_state.reshape(state.shape), want_y.reshape(y.shape)))
+
+
+STEP_PATTERNS = {
+    "parameters": {"A": 0, "D": 0, "dt_bias": 0},
+    "last axis": {"state": -1, "x": -1, "B": -1, "z": -1},
+}
+
+
+@pytest.mark.parametrize("pattern", STEP_PATTERNS)
+def test_vmap_of_a_step_equals_a_loop(pattern, implementation):
+    token = first_token(dataclasses.replace(CASE, seq=1, gate=True).inputs())
+
+    def objective(token):
+        state, y = one_step(token, implementation)
+        return (y**2).sum() + (state**2).sum(), (state, y)
+
+    function = jax.value_and_grad(objective, has_aux=True)
+    axes = {name: STEP_PATTERNS[pattern].get(name) for name in token}
+    given = token | {
+        name: jnp.stack([token[name] * scale for scale in (1.0, 0.5, 2.0)], axis)
+        for name, axis in STEP_PATTERNS[pattern].items()
+    }
+    got = jax.jit(jax.vmap(function, in_axes=(axes,)))(given)
+    alone = jax.jit(function)
+    for i in range(3):
+        one = {name: a if axes[name] is None else jnp.take(a, i, axes[name]) for name, a in given.items()}
+        assert_close(jax.tree.map(lambda a, i=i: a[i], got), alone(one))
+
+
+def test_gradients_through_steps_equal_those_of_the_scan(implementation):
     weights = jnp.asarray(np.random.default_rng(5).standard_normal(arrays()["x"].shape), jnp.float32)
 
     def objective(function, given):
         y, state = function(given)
         return (y * weights).sum() + (state**2).sum()
 
-    by_steps = jax.jit(jax.grad(functools.partial(objective, decode)))(arrays())
+    steps = functools.partial(decode, implementation=implementation)
+    by_steps = jax.jit(jax.grad(functools.partial(objective, steps)))(arrays())
     whole = functools.partial(run, return_final_state=True)
     assert_close(by_steps, jax.jit(jax.grad(functools.partial(objective, whole)))(arrays()), 5e-5)
 
@@ -284,7 +334,7 @@ def launches(text: str) -> list[str]:
             words = re.search(r'plan = dense<(?:"0x([0-9A-F]+)"|\[([\d, ]+)\])>', line)
             assert words is not None, line[:500]
             data = bytes.fromhex(words[1]) if words[1] else bytes(int(n) for n in words[2].split(","))
-            names.append(next(n for n in ("mamba2_forward", "mamba2_backward", "mamba2_step") if n.encode() in data))
+            names.append(next(name for name in OPS if name.encode() in data))
     return names
 
 
@@ -300,6 +350,14 @@ def test_one_custom_call_per_op(without_compiling):
     assert launches(lowered(run, arrays())) == ["mamba2_forward"]
     assert launches(lowered(jax.value_and_grad(total), arrays())) == ["mamba2_forward", "mamba2_backward"]
     assert launches(lowered(one_step, first_token(arrays()))) == ["mamba2_step"]
+
+
+@pytest.mark.parametrize("axis", ["batch", "seq", "heads", "head_dim", "state"])
+def test_an_empty_call_launches_nothing(axis, without_compiling):
+    empty = dataclasses.replace(CASE, **{axis: 0, **({"groups": 0} if axis == "heads" else {})}).inputs()
+    assert launches(lowered(jax.value_and_grad(lambda given: total(given, "cutile")), empty)) == []
+    if axis != "seq":
+        assert launches(lowered(functools.partial(one_step, implementation="cutile"), first_token(empty))) == []
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

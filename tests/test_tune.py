@@ -470,6 +470,17 @@ def test_noise_does_not_move_a_choice(bench, monkeypatch):
     assert jax_ssd.autotune(function, *operands, progress=False)[0].choice == {}
 
 
+def test_a_heuristics_choice_that_runs_only_once_is_no_result(bench, monkeypatch, own_file):
+    def time(self, choice, effort):
+        return math.inf if effort is search.CAREFUL else 100.0
+
+    monkeypatch.setattr(bench, "time", time)
+    function, operands = CALL["forward"]
+    with pytest.raises(RuntimeError, match="but not a second time"):
+        jax_ssd.autotune(function, *operands, progress=False)
+    assert not own_file.exists()
+
+
 def test_without_a_gpu_it_says_what_to_do():
     function, operands = CALL["forward"]
     with pytest.raises(NotImplementedError, match="JAX sees none.*JAX_SSD_TUNING_FILE"):
@@ -524,6 +535,25 @@ def test_commands(capsys, own_file, bench):
         command_line.main(["tune", "frist"])
 
 
+def test_the_tune_command_can_be_interrupted(capsys, own_file, bench, monkeypatch):
+    words = ["tune", "first", "--passes", "forward", "--output", str(own_file)]
+    assert command_line.main(words) == 0
+    whole = len(bench.timed)
+    kept = own_file.read_text()
+    own_file.unlink()
+    bench.timed.clear()
+    monkeypatch.setattr(bench, "interrupt_after", whole - 1)
+    assert command_line.main(words) == 130
+    assert "Interrupted; what was measured is kept." in capsys.readouterr().out
+    first = tune.parse(own_file.read_text())
+    assert first and first != tune.parse(kept)
+    monkeypatch.setattr(bench, "interrupt_after", math.inf)
+    assert command_line.main(words) == 0
+    said = capsys.readouterr().out
+    assert "(tuned before)" in said and " tried)" in said
+    assert len(tune.parse(own_file.read_text())[0]["results"]) == 2
+
+
 def test_the_tune_command_without_a_gpu(capsys):
     assert command_line.main(["tune", "first"]) == 1
     assert "JAX sees none" in capsys.readouterr().out
@@ -551,7 +581,7 @@ def test_the_compile_command(capsys, monkeypatch):
         assert "JAX_SSD_TARGET_ARCH" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["siso_first", "mimo_first"])
+@pytest.mark.parametrize("name", ["siso_first", "mimo_first", "mine=2,512,1,8,64,64,rank=2"])
 def test_the_compile_command_knows_mamba3(name, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "compile_launches", lambda *_: [SimpleNamespace(registers=32, data=b"elf")])
     assert command_line.main(["compile", name, "--arch", "sm_90", "--implementation", "cuda"]) == 0

@@ -160,8 +160,10 @@ def _mimo(case: Case, variant: Variant) -> Callable[..., Any]:
 
     def call(q: Any, k: Any, v: Any, q_bias: Any, k_bias: Any, angles: Any, *rest: Any) -> Any:
         adt, dt, trap, z, D, mimo_v, mimo_z, mimo_o = rest
-        arrays = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, D, z)
-        return mamba3_mimo(*arrays, variant["chunk_size"], 4, getattr(torch, case.dtype))
+        dtype = getattr(torch, case.dtype)
+        # Its kernels want the trapezoid's weights in the type of the products: given another, they write nothing.
+        arrays = (q, k, v, adt, dt, trap.to(dtype), q_bias, k_bias, mimo_v, mimo_z, mimo_o, angles, D, z)
+        return mamba3_mimo(*arrays, variant["chunk_size"], 4, dtype)
 
     return call
 

@@ -107,7 +107,8 @@ def mamba2(
       initial_state: [..., heads, head_dim, state], any float type. None: zeros.
       segment_ids: [..., seq] integers. The state is set to zero between neighbours with different ids; ids are labels.
         The first segment starts from initial_state. A negative id marks padding: y is 0 there, the state stays, no
-        gradient flows, and it is no boundary by itself. None: one segment.
+        gradient flows, and it is no boundary by itself. None: one segment. What is not finite in a segment stays there,
+        but in the kernels' gradients, where it may reach the tokens of its row and head.
       return_final_state: also return the state after the last token, float32.
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: the implementation chooses.
         "cutile" takes powers of two from 16 to 128, and its derivative may take a smaller one; "cuda" takes 64, and its
@@ -124,6 +125,9 @@ def mamba2(
     them rather than run the scan once more in the backward, which keeps nothing but the arguments:
 
         jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names("mamba2_y", "mamba2_final_state"))
+
+    On a mesh, batch and heads may be sharded. Of several leading axes, and of an axis mapped by vmap with the batch
+    behind it, that is the first, with the next if both are; other layouts give the same numbers but are gathered first.
 
     Programs with kernels in them are exported with jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS); the
     process that loads one calls jax_ssd.ffi_targets.register() before it runs it.
@@ -151,12 +155,7 @@ def mamba2(
     sizes = _sizes(x, arrays["B"], lead=x.shape[:-3], seq=x.shape[-3])
     _check(name, arrays, sizes, token_axes=("...", "seq"), state="initial_state")
     if segment_ids is not None:
-        segment_ids = shapes.as_array(name, "segment_ids", segment_ids)
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(
-                f"{name}: segment_ids: expected an integer type, got {segment_ids.dtype.name}; convert it to int32."
-            )
-        shapes.require_shape(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+        segment_ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
 
     lead, batch = sizes["..."], math.prod(sizes["..."])
     per_head = _per_head_rows(arrays, accumulator(x.dtype), sizes)
@@ -210,31 +209,44 @@ def mamba2_step(
     dt_limit: Limit = (0.0, float("inf")),
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of the Mamba-2 scan: the body of a `jax.lax.scan` that decodes.
+    r"""One token of the Mamba-2 scan: the body of a `jax.lax.scan` that decodes.
 
-    The same recurrence as `mamba2`, in the same order of bias, softplus, clamp, skip and gate. On GPUs the new state
-    overwrites the old one in place where the caller no longer needs it, as in a scan's carry.
+    Per head, with the state h of shape [head_dim, state] and s = clip(softplus?(dt + dt_bias), \*dt_limit):
+
+        h <- exp(A s) h + s x B^T
+        y  = (h C + D x) * silu(z)
+
+    This is `mamba2` on a sequence of one token, in the same order of bias, softplus, clamp, skip and gate. Head i reads
+    group i // (heads / groups) of B and C. The arithmetic is float32 (float64 for float64 inputs) whatever the inputs
+    are. Reverse-mode derivatives reach every argument; "reference" has the others. On GPUs the new state overwrites the
+    old one in place where the caller no longer needs it, as in a scan's carry; otherwise arguments stay as they are.
 
     Args:
-      state: [..., heads, head_dim, state], float32 (recommended) or a 16-bit float type, which the new state keeps. The
-        arithmetic is float32 either way; a 16-bit state loses small additions.
-      x: [..., heads, head_dim], bfloat16, float16, float32 or (not on kernels) float64.
-      dt: [..., heads], x's type, or float32 unless x is float64.
-      A: [heads].
-      B: [..., groups, state], x's type.
+      state: [..., heads, head_dim, state], float32 (recommended) or another float type, which the new state keeps. A
+        16-bit state loses small additions. `jnp.zeros` of this shape before the first token.
+      x: [..., heads, head_dim], bfloat16, float16, float32 or (x64, not on kernels) float64. Any number of leading
+        batch axes, and any length of any axis, zero included.
+      dt: [..., heads], time step before bias, softplus and clamp; x's type, or float32 unless x is float64.
+      A: [heads], any float type; log decay per unit of dt, normally negative.
+      B: [..., groups, state], x's type; groups divides heads.
       C: [..., groups, state], x's type.
-      D: [heads] or [heads, head_dim]. None: no skip.
-      z: [..., heads, head_dim], x's type. None: no gate.
-      dt_bias: [heads]. None: no bias.
-      dt_softplus: as in `mamba2`.
-      dt_limit: as in `mamba2`.
-      implementation: as in `mamba2`.
+      D: [heads] or [heads, head_dim], any float type; the skip. None: no skip.
+      z: [..., heads, head_dim], x's type; the gate. None: no gate.
+      dt_bias: [heads], any float type, added to dt first. None: no bias.
+      dt_softplus: apply log(1 + exp(.)) after the bias.
+      dt_limit: (low, high), both inclusive, applied last.
+      implementation: as in `mamba2`: a name, names in order of preference, or None for the best that accepts the call.
 
     Returns:
       (new state in the given state's type, y [..., heads, head_dim] in x's type).
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as in `mamba2`.
+      ValueError: shapes disagree or an option is out of range. The message names argument, expected, received, cure.
+      TypeError: a type is not among those listed.
+      NotImplementedError: the implementation asked for cannot serve this call, with the reason.
+
+    References:
+      Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060; state-spaces/mamba, `selective_state_update`.
 
     Example:
       >>> def token(state, inputs):

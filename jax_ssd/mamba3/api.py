@@ -10,7 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jax_ssd import dispatch, manual_axes, op, shapes
+from jax_ssd import config, dispatch, manual_axes, op, shapes
 from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2.api import Implementation
 from jax_ssd.mamba2.reference import accumulator
@@ -163,7 +163,8 @@ def mamba3(
       return_final_state: also return the state after the last token (of each sequence).
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
-        jax.lax.Precision. None: follows jax_default_matmul_precision as in `mamba2`.
+        jax.lax.Precision. None: follows jax_default_matmul_precision as in `mamba2`. JAX_SSD_MAMBA3_SCAN=fma keeps
+        them off tensor cores altogether, to compare with.
       implementation: "cuda" (kernels on NVIDIA GPUs), "xla" (chunked, any platform), "reference" (token by token,
         differentiable to any order), a sequence of names in order of preference, or None: the fastest that accepts the
         call. A single name is an order. There are no cuTile kernels of Mamba-3.
@@ -211,7 +212,7 @@ def mamba3(
         norm_eps,
         return_final_state=shapes.flag(name, "return_final_state", return_final_state),
         chunk_size=shapes.chunk(name, chunk_size),
-        precision=shapes.precision(name, precision),
+        precision=_precision(name, precision, v),
         implementation=dispatch.preferences(implementation),
     )
     operands = manual_axes.unified(operands)
@@ -256,7 +257,8 @@ def mamba3_step(
 ) -> tuple[Mamba3State, jax.Array]:
     """One token of the Mamba-3 scan: the body of a `jax.lax.scan` that decodes.
 
-    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
+    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here. For several tokens
+    that are known at the same time, `mamba3` with an initial state is one call.
 
     Args:
       state: Mamba3State with the leading axes of v. angle and ssm should be float32, which "cuda" insists on; the new
@@ -508,6 +510,8 @@ def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
             "the sequences end to end along seq, or use jax.vmap over packs."
         )
     values = _concrete(bounds)
+    if values is not None:
+        values = values.astype(np.int64)  # differences of unsigned numbers are never negative
     if values is not None and (values[0] != 0 or values[-1] != sizes["seq"] or (np.diff(values) < 0).any()):
         raise ValueError(
             f"{name}: cu_seqlens: expected values from 0 to seq = {sizes['seq']} that never decrease, got "
@@ -609,6 +613,11 @@ def _spec(name: str, operands, rotary, norm_eps, **options) -> ops.Spec:
         norm_eps=shapes.number(name, "norm_eps", norm_eps),
         **options,
     )
+
+
+def _precision(name: str, precision, v: jax.Array) -> str:
+    asked = shapes.precision(name, precision)
+    return "fma" if v.dtype == jnp.float32 and config.settings().mamba3_scan == "fma" else asked
 
 
 def _state_types(v: jax.Array, initial_state) -> tuple[jnp.dtype, ...]:

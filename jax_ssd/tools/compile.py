@@ -4,7 +4,8 @@
     python -m jax_ssd compile models --arch sm_90 sm_100 --passes forward step
     python -m jax_ssd compile siso_first mimo_first --arch sm_90
 
-Kernels are compiled for exactly these sizes, so name those that will run; NAME=B,T,G,H,N,P is one of your own.
+Kernels are compiled for exactly these sizes, so name those that will run; NAME=B,T,G,H,N,P[,DTYPE][,rank=R] is one of
+your own, of Mamba-3 if it has a rank.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ def _settings() -> Iterator[str]:
         "target_arch": ",".join(now.target_arch) or "that of the GPUs JAX sees",
         "compile_jobs": now.compile_jobs,
         "tuning_file": now.tuning_file or "off",
+        "mamba3_scan": now.mamba3_scan,
     }
     for name, value in values.items():
         variable = config.VARIABLES[name]
@@ -169,14 +170,14 @@ def _tuned() -> Iterator[str]:
 
 
 def _choices() -> Iterator[str]:
-    """What small calls of the operators would run in a program for each platform; those that run alike together."""
+    """What a model's calls of the operators would run in a program for each platform; those that run alike together."""
     for target in ("cpu", "cuda"):
-        alike: dict[str, list[str]] = {}
-        for label, (function, operands) in _small_calls():
-            (path,) = dispatch_paths(function, *operands, platform=target)
-            alike.setdefault("\n".join(_chosen(path, target)), []).append(label)
-        for lines, labels in alike.items():
-            yield f"{', '.join(labels)}"
+        alike: dict[str, dict[str, list[str]]] = {}
+        for label, (function, operands) in _calls():
+            for path in dispatch_paths(function, *operands, platform=target):
+                alike.setdefault("\n".join(_chosen(path, target)), {}).setdefault(path.op, []).append(label)
+        for lines, ops in alike.items():
+            yield from (f"{op}: {', '.join(labels)}" for op, labels in ops.items())
             yield from (f"  {line}" for line in lines.splitlines())
 
 
@@ -194,12 +195,13 @@ def _chosen(path: Path, target: str) -> Iterator[str]:
         yield f"-> but only kernels that are in the cache, because {lacking}; {_INSTALL}"
 
 
-def _small_calls() -> Iterator[tuple[str, tuple]]:
-    """Calls that every implementation of their operator takes."""
-    for label, rank in (("mamba2", 0), ("mamba3 (SISO)", 1), ("mamba3 (rank 4)", 4)):
-        small = sizes.programs(sizes.Size(label, 1, 64, 1, 1, 64, 64, dtype="float32", rank=rank))
-        yield label, small["forward"]
-        yield f"{label.replace('mamba2', 'mamba2_step').replace('mamba3', 'mamba3_step')}", small["step"]
+def _calls() -> Iterator[tuple[str, tuple]]:
+    """Training and a step, of sizes that every implementation of their operator takes in one type at least."""
+    for label, rank in (("", 0), ("SISO ", 1), ("rank 4 ", 4)):
+        for dtype in ("bfloat16", "float32"):
+            calls = sizes.programs(sizes.Size(label, 4, 2048, 1, 24, 64, 64, dtype=dtype, rank=rank))
+            yield f"{label}{dtype}", calls["backward"]
+            yield f"{label}{dtype}", calls["step"]
 
 
 def _cuda_devices():

@@ -87,7 +87,9 @@ def forecast(programs: Sequence[tuple], quick: bool) -> str:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """The arguments that `named_programs` reads."""
     parser.add_argument(
-        "sizes", nargs="+", help="a name (jax_ssd/sizes.py) or its end, PREFIX*, models, or n=B,T,G,H,N,P"
+        "sizes",
+        nargs="+",
+        help="a name (jax_ssd/sizes.py) or its end, PREFIX*, models, or n=B,T,G,H,N,P[,dtype][,rank=R]",
     )
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward", "step"), help="only these")
     parser.add_argument(

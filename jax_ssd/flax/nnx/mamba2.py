@@ -25,6 +25,7 @@ from jax_ssd.flax.nnx.parameters import (
     Initializer,
     Metadata,
     batch_of_token,
+    float_type,
     head_count,
     initial_dt_bias,
     numbers,
@@ -187,6 +188,9 @@ class Mamba2(nnx.Module):
         rngs: nnx.Rngs,
     ):
         positive(expand=expand, state_dim=state_dim, conv_width=conv_width)
+        flags = {"per_channel_D": per_channel_D, "use_norm": use_norm, "norm_before_gate": norm_before_gate}
+        for name, value in {**flags, "use_bias": use_bias, "use_conv_bias": use_conv_bias}.items():
+            shapes.flag("Mamba2", name, value)
         inner = expand * in_features
         self.in_features = in_features
         self.heads = head_count(in_features, inner, head_dim, num_groups)
@@ -198,7 +202,7 @@ class Mamba2(nnx.Module):
         self.dt_limit = shapes.limits("Mamba2", dt_limit)
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.state_dtype = state_dtype
+        self.state_dtype = float_type("state_dtype", state_dtype)
         self.precision = precision
         shapes.precision("Mamba2", precision)
         self.implementation = preferences(implementation)
@@ -286,9 +290,18 @@ class Mamba2(nnx.Module):
 
         Returns:
           ``[..., seq, in_features]``, or that and the carry.
+
+        Raises:
+          ValueError, TypeError: an argument of another shape or type.
         """
-        require_features(x, self.in_features)
+        x = require_features(x, self.in_features)
+        shapes.require_rank("Mamba2", "x", x, 2, "(..., seq, in_features)")
+        return_carry = shapes.flag("Mamba2", "return_carry", return_carry)
+        if initial_carry is not None:
+            _require_carry("initial_carry", initial_carry)
         if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
+            sizes = {"...": x.shape[:-2], "seq": x.shape[-2]}
+            segment_ids = shapes.labels("Mamba2", "segment_ids", segment_ids, ("...", "seq"), sizes)
             x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
         operands, z, windows = self._scan_operands(x, segment_ids, initial_carry)
         y, ssm = mamba2(
@@ -312,12 +325,12 @@ class Mamba2(nnx.Module):
         ``mamba2(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
         other on what a trained layer really feeds it.
         """
-        require_features(x, self.in_features)
-        return self._scan_operands(x, None, None)[0]
+        return self._scan_operands(require_features(x, self.in_features), None, None)[0]
 
     def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
-        require_features(x, self.in_features)
+        x = require_features(x, self.in_features)
+        _require_carry("carry", carry)
         z, values, B, C, dt = self._project(x)
         conv_x, values = self.x_conv.step(carry.conv_x, values)
         conv_B, B = self.B_conv.step(carry.conv_B, B)
@@ -384,6 +397,15 @@ class Mamba2(nnx.Module):
 
     def _per_group(self, x: jax.Array) -> jax.Array:
         return x.reshape((*x.shape[:-1], self.num_groups, self.state_dim))
+
+
+def _require_carry(name: str, carry: Any) -> None:
+    """Raises TypeError for anything but a carry."""
+    if not isinstance(carry, Mamba2Carry):
+        raise TypeError(
+            f"Mamba2: {name}: expected a Mamba2Carry, got {type(carry).__name__}; pass what initialize_carry, "
+            "return_carry=True or step gave."
+        )
 
 
 def _init_A_log(key: jax.Array, heads: int, bounds: tuple[float, float]) -> jax.Array:

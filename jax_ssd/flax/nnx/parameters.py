@@ -64,22 +64,37 @@ def window_dtype(dtype: Any, param_dtype: Any) -> Any:
         return jnp.dtype(dtype) if dtype is not None else jnp.promote_types(param_dtype, jnp.float32)
 
 
+def float_type(name: str, dtype: Any) -> jnp.dtype:
+    """Raises TypeError for a type that is no float."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"layer: {name}: expected a floating type, got {dtype!r}; pass for instance jnp.float32.")
+    return jnp.dtype(dtype)
+
+
 def head_count(in_features: int, inner: int, head_dim: int, num_groups: int) -> int:
     """inner / head_dim. Raises ValueError for sizes that are not positive or do not divide each other."""
     positive(in_features=in_features, inner=inner, head_dim=head_dim, num_groups=num_groups)
     if inner % head_dim:
         raise ValueError(
-            f"head_dim must divide expand * in_features = {inner}, got head_dim = {head_dim} for {in_features=}."
+            f"head_dim must divide expand * in_features = {inner}, got head_dim = {head_dim} for {in_features=}; "
+            "change one of them."
         )
     if (inner // head_dim) % num_groups:
-        raise ValueError(f"num_groups must divide the {inner // head_dim} heads, got {num_groups}.")
+        raise ValueError(
+            f"num_groups must divide the {inner // head_dim} heads, got {num_groups}; each group serves as many heads."
+        )
     return inner // head_dim
 
 
-def require_features(x: jax.Array, in_features: int) -> None:
-    """Raises ValueError unless x ends in the layer's features."""
+def require_features(x: Any, in_features: int) -> jax.Array:
+    """x as an array. Raises TypeError if it is none, ValueError unless it ends in the layer's features."""
+    x = shapes.as_array("layer", "x", x)
     if x.ndim < 1 or x.shape[-1] != in_features:
-        raise ValueError(f"x must end in in_features = {in_features} features, got shape {x.shape}.")
+        raise ValueError(
+            f"x must end in in_features = {in_features} features, got shape {x.shape}; transpose it, or make the layer "
+            "for as many."
+        )
+    return x
 
 
 def batch_of_token(input_shape: Sequence[int], in_features: int) -> tuple[int, ...]:
@@ -87,6 +102,6 @@ def batch_of_token(input_shape: Sequence[int], in_features: int) -> tuple[int, .
     if not input_shape or input_shape[-1] != in_features:
         raise ValueError(
             f"input_shape must be that of one token, (..., in_features) = (..., {in_features}), "
-            f"got {tuple(input_shape)}."
+            f"got {tuple(input_shape)}; pass the shape of x without its sequence axis."
         )
     return tuple(input_shape[:-1])
