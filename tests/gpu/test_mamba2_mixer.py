@@ -1,4 +1,4 @@
-"""The kernel between a Mamba-2 layer's projections on a GPU: equal to float64, repeatable, and a model decodes by it."""
+"""The kernel between a Mamba-2 layer's projections on a GPU: equal to float64, repeatable; a model decodes with it."""
 
 from __future__ import annotations
 
