@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,11 @@ from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig
 
 RESULTS = Path(__file__).parent / "results"
 SCHEMA = 1
-# How a GPU is told to run the loop: kernel by kernel, as JAX does unasked, or as one graph.
-CAPTURES: dict[str, dict[str, str]] = {
+# How a GPU is told to run the loop: kernel by kernel, as JAX does unasked (a token at a time is captured), or whole.
+CAPTURES: dict[str, dict[str, Any]] = {
     "off": {"xla_gpu_enable_command_buffer": ""},
     "default": {},
-    "loop": timing.GPU_OPTIONS[0]
-    | {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE"},
+    "loop": jax_ssd.LOOP_AS_GRAPH,
 }
 # bfloat16 activations after that many layers: how far two right implementations were seen apart, with room.
 WRONG_ABOVE = 5e-2
@@ -80,21 +79,25 @@ class Model:
             dtype=jnp.bfloat16,
             param_dtype=jnp.bfloat16,
         )
-        self.graph, self.weights = nnx.split(LanguageModel(self.config, rngs=nnx.Rngs(0)))
+        self.weights = nnx.split(LanguageModel(self.config, rngs=nnx.Rngs(0)))[1]
         tokens = np.random.default_rng(0).integers(0, arguments.vocab, (arguments.tokens, max(arguments.batches)))
         self.tokens = jnp.asarray(tokens, jnp.int32)
 
     def program(self, implementation: str) -> Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]:
         """(weights, tokens [seq, batch]) -> logits of the last token, and the likeliest token after each."""
-        recurrence = jla_recurrence() if implementation == "jla" else _own_recurrence(implementation)
+        recurrence = jla_recurrence() if implementation == "jla" else None
+        own = "xla" if implementation == "jla" else implementation
+        config = replace(self.config, implementation=own)
+        graph, _ = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
 
         def decode(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            model = nnx.merge(self.graph, weights)
+            model = nnx.merge(graph, weights)
             decoder = Decoder(model, recurrence)
             batch = tokens.shape[1:]
             carry = decoder.pack(model.initialize_carry(batch))
             if implementation == "jla":  # keeps its state the other way round
-                carry = tuple((window, jnp.swapaxes(state, -1, -2)) for window, state in carry)
+                position, layers = carry
+                carry = position, tuple((window, jnp.swapaxes(state, -1, -2)) for window, state in layers)
 
             def token(state: Any, given: jax.Array) -> tuple[Any, jax.Array]:
                 carry, logits = decoder.step(state[0], given)
@@ -111,10 +114,6 @@ class Model:
         heads = self.config.expand * self.config.features // self.config.head_dim
         states = 2 * 4 * batch * self.config.layers * heads * self.config.head_dim * self.config.state_dim
         return states + sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
-
-
-def _own_recurrence(implementation: str) -> Recurrence:
-    return lambda state, **operands: jax_ssd.mamba2_step(state, **operands | {"implementation": implementation})
 
 
 def jla_recurrence() -> Recurrence:

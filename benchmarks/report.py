@@ -147,6 +147,8 @@ def _line(row: dict[str, Any]) -> list[str]:
     spread = 50 * (time["high"] - time["low"]) / time["seconds"] if time["seconds"] > 0 else float("nan")
     gradients = [error for name, error in errors.items() if name != "y"]
     remarks = [_variant(row["variant"])] + (["host bound"] if time["host_bound"] else [])
+    if "default" in row:
+        remarks.append(f"{1e6 * row['default']['seconds']:.1f} us as JAX runs a loop unasked")
     if row.get("times_limit", 0) > 1:
         remarks.append(f"{row['times_limit']:.2f} times the memory limit")
     if row["status"] != "ok":

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from jax_ssd.conv import causal_conv1d, causal_conv1d_step
-from jax_ssd.ffi_targets import EXPORT_DISABLED_CHECKS
+from jax_ssd.ffi_targets import EXPORT_DISABLED_CHECKS, LOOP_AS_GRAPH
 from jax_ssd.mamba2.api import mamba2, mamba2_step
 from jax_ssd.mamba3.api import Mamba3Schedule, Mamba3State, mamba3, mamba3_schedule, mamba3_step
 from jax_ssd.norm import rms_norm_gated
@@ -17,6 +17,7 @@ except PackageNotFoundError:  # a source checkout on the path
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "LOOP_AS_GRAPH",
     "Mamba3Schedule",
     "Mamba3State",
     "Path",

@@ -11,6 +11,14 @@ LAUNCH = "jax_ssd.launch"
 #: loads and runs the program calls `jax_ssd.ffi_targets.register()` first, and has a GPU of the architecture that the
 #: program was exported for.
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(LAUNCH),)
+#: For jax.jit(..., compiler_options=...): a GPU runs a whole lax.scan of steps, all of its tokens, as one CUDA graph.
+#: Unasked, JAX captures at most the body of a loop, and leaves one of fewer than five kernels to the host. Slices of
+#: a scan's inputs become part of the kernels that read them; those can only be captured where the loop is unrolled.
+LOOP_AS_GRAPH: dict[str, str | bool] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_graph_min_graph_size": "1",
+    "xla_gpu_command_buffer_unroll_loops": True,
+}
 
 _lock = threading.Lock()
 _registered = False

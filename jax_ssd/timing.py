@@ -116,8 +116,8 @@ def compile_program(
     program: Callable[..., Any],
     arguments: tuple[Any, ...],
     donate: tuple[int, ...] = (),
-    options: Sequence[dict[str, str]] = GPU_OPTIONS,
-) -> tuple[Any, dict[str, str]]:
+    options: Sequence[dict[str, Any]] = GPU_OPTIONS,
+) -> tuple[Any, dict[str, Any]]:
     """The executable and the compiler options it took; on a GPU the first of `options` that compiles."""
     lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
     if jax.devices()[0].platform != "gpu":

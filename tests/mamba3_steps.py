@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "plain": {"gate": False, "skip": False, "norm": False, "rank": 1, "pairs": 1},
     "siso with everything": {"rank": None, "rotary": "pairwise", "heads": 6, "groups": 3},
     "ranks kept": {"rank": 3, "fold": False, "gate": False, "head_dim": 9},
+    "coarse matrix": {"ssm": "bfloat16", "state": 48, "head_dim": 20, "dtype": "bfloat16", "rank": 4},
     "turns": {"heads": 2, "groups": 1, "head_dim": 200, "state": 20, "rank": 2},
     "large batch": {**MODEL, "rank": 4, "batch": 40},
 }

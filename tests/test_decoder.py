@@ -13,6 +13,7 @@ from flax import nnx
 from jax_ssd.flax.nnx import Mamba2, Mamba3
 from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig, decode
+from tests import cuda_emulator, emulation
 
 TOKENS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.float32)
 
@@ -40,8 +41,16 @@ def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_decoder_equals_steps(changes):
-    check(Mamba2(16, state_dim=8, head_dim=8, implementation="xla", rngs=nnx.Rngs(0), **changes), changes)
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["one op", "xla"])
+def test_decoder_equals_steps(changes, implementation):
+    check(Mamba2(16, state_dim=8, head_dim=8, implementation=implementation, rngs=nnx.Rngs(0), **changes), changes)
+
+
+@pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
+def test_decoder_through_the_kernel_equals_steps(monkeypatch):
+    emulation.emulate(monkeypatch)
+    layer = Mamba2(16, state_dim=8, head_dim=8, num_groups=2, implementation="cuda", rngs=nnx.Rngs(0))
+    check(layer, {})
 
 
 @pytest.mark.parametrize(
@@ -71,11 +80,15 @@ def check(layer: Mamba2 | Mamba3, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("mixer", ["mamba2", "mamba3"])
-def test_model_decodes_as_it_steps(mixer, param_dtype):
+@pytest.mark.parametrize(("mixer", "implementation"), [("mamba2", None), ("mamba2", "xla"), ("mamba3", "xla")], ids=str)
+def test_model_decodes_as_it_steps(mixer, implementation, param_dtype):
     sizes: dict[str, Any] = {"vocab_size": 17, "features": 16, "layers": 2, "state_dim": 8, "head_dim": 8}
-    config = LanguageModelConfig(**sizes, mixer=mixer, implementation="xla", param_dtype=param_dtype)
+    config = LanguageModelConfig(**sizes, mixer=mixer, implementation=implementation, param_dtype=param_dtype)
     model = LanguageModel(config, rngs=nnx.Rngs(0))
+    for block in model.blocks:  # weights that are not all one
+        norms: list[Any] = [block.norm, *([block.mixer.norm] if mixer == "mamba2" else [])]
+        for scale in (norm.scale for norm in norms):
+            scale[...] = jnp.linspace(0.5, 2.0, scale.size, dtype=scale.dtype)
     tokens = jnp.arange(6)[None] % 5
 
     @jax.jit

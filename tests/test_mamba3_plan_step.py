@@ -27,7 +27,7 @@ def test_one_launch_replaces_the_state():
     assert made.aliases == {f"state_{part}": f"new_state_{part}" for part in ("angle", "ssm", "k", "v")}
     assert [b.name for b in made.results] == [*made.aliases.values(), "y"]
     text = made.describe()
-    assert "launch mamba3_step<__nv_bfloat16, float, __nv_bfloat16, 64, 1, 4, 64, 128, 32, true, true, true," in text
+    assert "launch mamba3_step<__nv_bfloat16, float, float, __nv_bfloat16, 64, 1, 4, 64, 128, 32, true, true," in text
     assert "on grid 4096 x 1 x 1, block 256 x 1 x 1" in text
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_are_kept_have_an_axis():
 
 
 # One of each kind: a compilation takes seconds. tests/gpu/test_mamba3_step.py runs them all.
-EMULATED = ("siso with everything", "ranks kept", "rows of parameters", "pairwise", "turns")
+EMULATED = ("siso with everything", "ranks kept", "rows of parameters", "pairwise", "turns", "coarse matrix")
 emulated = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 
 
@@ -90,11 +90,12 @@ def test_the_public_step_is_planned_on_a_gpu():
     with config.override(target_arch="sm_90"):
         (path,) = jax_ssd.dispatch_paths(call, state, given, platform="cuda")
         assert path.implementation == "cuda" and "launch mamba3_step<" in str(path)
-        coarse: Any = jax.ShapeDtypeStruct(state.ssm.shape, jnp.bfloat16)
-        half = state._replace(ssm=coarse)
-        (path,) = jax_ssd.dispatch_paths(call, half, given, platform="cuda")
+        coarse = {part: jax.ShapeDtypeStruct(getattr(state, part).shape, jnp.bfloat16) for part in ("ssm", "angle")}
+        (path,) = jax_ssd.dispatch_paths(call, state._replace(ssm=coarse["ssm"]), given, platform="cuda")
+        assert path.implementation == "cuda"
+        (path,) = jax_ssd.dispatch_paths(call, state._replace(angle=coarse["angle"]), given, platform="cuda")
         assert path.implementation == "xla"
-        assert "takes state.ssm in float32, got bfloat16" in path.refusals["cuda"]
+        assert "takes state.angle in float32, got bfloat16" in path.refusals["cuda"]
 
 
 def test_blocks_fit_the_head():
@@ -140,7 +141,7 @@ def test_blocks_are_powers_of_two(name, value):
         ({"k": "float64"}, "takes state.k in .*, got float64"),
         ({"v": "float64"}, "takes state.v in .*, got float64"),
         ({"angle": "bfloat16"}, "takes state.angle in float32, got bfloat16"),
-        ({"ssm": "bfloat16"}, "takes state.ssm in float32, got bfloat16"),
+        ({"ssm": "float64"}, "takes state.ssm in .*, got float64"),
         ({"state": 1026, "rank": 1}, "a state size up to 1024, got 1026"),
         ({"pairs": 0}, "at least one rotated pair, got none"),
         ({"batch": 2**29, "heads": 4}, "up to 2,147,483,647 heads in a batch, got 2,147,483,648"),

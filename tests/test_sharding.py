@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ssd
 from jax_ssd import dispatch, op
+from jax_ssd.mamba2 import mixer
+from tests.mixer_steps import mixer_problem, random_operands
 
 BATCH, SEQ, HEAD_DIM, STATE, CHUNK = 4, 48, 8, 16, 16
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
@@ -262,6 +264,26 @@ def test_a_step_moves_nothing(groups):
     results = program(sharded)
     assert results[0].sharding.is_equivalent_to(NamedSharding(mesh(), specs["state"]), 4)
     assert_close(results, jax.tree.map(np.asarray, compiled(step, given)(given)))
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_the_op_between_projections_is_sharded_by_rows_and_heads(groups):
+    """Each shard is given the whole projection and does its own heads, also where their group is another's as well."""
+    p, spec = mixer_problem(batch=4, heads=8, groups=groups, head_dim=4, state=8)
+    spec = dataclasses.replace(spec, implementation=("xla",))
+    arrays = {name: jnp.asarray(array) for name, array in random_operands(p).items()}
+    axes = {"b": "data", "h": "model"}
+    specs = {name: P(*map(axes.get, mixer.LETTERS[name])) for name in arrays}
+    given = mixer.Operands(**arrays)
+    sharded = mixer.Operands(
+        **{name: jax.device_put(array, NamedSharding(mesh(), specs[name])) for name, array in arrays.items()}
+    )
+    program = jax.jit(lambda operands: mixer.step(spec, operands)).lower(sharded).compile()
+    assert moved(program) == {}
+    results = program(sharded)
+    for result, name in zip(results, ("state", "window_x", "window_bc"), strict=False):
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh(), specs[name]), result.ndim)
+    assert_close(results, jax.tree.map(np.asarray, mixer.step(spec, given)))
 
 
 def test_kernels_are_planned_for_their_shard(monkeypatch):

@@ -10,10 +10,12 @@ from jax_ssd.plans import ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
 CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
 TILE = 32  # floats of S in the registers of one thread, at most
 MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
+STREAMED_ROWS = 8  # 74 us against 78 at 134 MB, one run whose spread was as large
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
 MOST_BLOCKS = 2**31 - 1  # one for each head of each row
 MOST_EACH = 4  # cells of [rank, head_dim] or pairs of coordinates of [rank, state] that one thread prepares
@@ -44,7 +46,9 @@ class StepBlocks:
 def step_blocks(problem: Problem) -> StepBlocks:
     """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
     p = problem
-    rows, threads = MOST_ROWS, 256
+    nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
+    streaming = nbytes in STREAMED_BYTES
+    rows, threads = STREAMED_ROWS if streaming else MOST_ROWS, 256
     while rows > 1 and rows * row_floats(p) > TILE:
         rows //= 2
     while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
@@ -53,8 +57,7 @@ def step_blocks(problem: Problem) -> StepBlocks:
         rows //= 2
     while threads > 64 and units(p, threads // 2) * rows >= p.head_dim:
         threads //= 2
-    nbytes = 4 * p.batch * p.heads * p.head_dim * p.state
-    return StepBlocks(rows, threads, streaming=nbytes in STREAMED_BYTES)
+    return StepBlocks(rows, threads, streaming)
 
 
 def units(problem: Problem, threads: int) -> int:
@@ -64,20 +67,23 @@ def units(problem: Problem, threads: int) -> int:
 
 def row_floats(problem: Problem) -> int:
     """Floats that one row takes in each lane."""
-    width = math.gcd(problem.state, 4)
-    return width * math.ceil(problem.state // width / _lanes(problem))
+    return _width(problem) * math.ceil(problem.state // _width(problem) / _lanes(problem))
 
 
 def _lanes(problem: Problem) -> int:
-    vectors = problem.state // math.gcd(problem.state, 4)
-    return min(LANES, 1 << (vectors - 1).bit_length())
+    """One per load of a row, of 16 bytes, or less where a row is no multiple of that."""
+    return min(LANES, 1 << (problem.state // _width(problem) - 1).bit_length())
+
+
+def _width(problem: Problem) -> int:
+    return math.gcd(problem.state, 16 // ITEM_SIZE[problem.given["state_ssm"].dtype])
 
 
 def shared_bytes(problem: Problem, rows: int) -> int:
     """What a block needs of shared memory."""
     p = problem
     padded = math.ceil(p.head_dim / rows) * rows
-    return 4 * (2 * p.pairs + p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim))
+    return 4 * p.rank * (1 + 3 * p.state + 2 * padded + 3 * p.head_dim)
 
 
 def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
@@ -97,7 +103,7 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
     tokens = ("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap")
     arrays = (*tokens, "mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
     template = (
-        *(CUDA_TYPES[p.dtype], CUDA_TYPES[p.given["state_k"].dtype], CUDA_TYPES[p.given["state_v"].dtype]),
+        *(CUDA_TYPES[dtype] for dtype in (p.dtype, *(p.given[f"state_{part}"].dtype for part in ("ssm", "k", "v")))),
         *(p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs),
         *(p.rotary == "half", p.param_rows == 1),
         *(name in p.given for name in ("mimo_v", "mimo_o", "z", "D", "norm_weight")),
@@ -120,17 +126,17 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
 
 def _check_supported(p: Problem) -> None:
     """Raises NotImplementedError for what the kernel does not do, naming the limit and the figure."""
-    for what, dtype in (("q", p.dtype), ("state.k", p.given["state_k"].dtype), ("state.v", p.given["state_v"].dtype)):
+    parts = [(f"state.{part}", p.given[f"state_{part}"].dtype) for part in ("ssm", "k", "v")]
+    for what, dtype in (("q", p.dtype), *parts):
         if dtype not in CUDA_TYPES:
             raise NotImplementedError(
                 f"the step kernel takes {what} in {', '.join(CUDA_TYPES)}, got {dtype}; use implementation='xla'"
             )
-    for name in ("state_angle", "state_ssm"):
-        if p.given[name].dtype != "float32":
-            raise NotImplementedError(
-                f"the step kernel takes {name.replace('_', '.')} in float32, got {p.given[name].dtype}; use "
-                "implementation='xla'"
-            )
+    if p.given["state_angle"].dtype != "float32":
+        raise NotImplementedError(
+            f"the step kernel takes state.angle in float32, got {p.given['state_angle'].dtype}; use "
+            "implementation='xla'"
+        )
     if p.pairs < 1:
         raise NotImplementedError("the step kernel takes at least one rotated pair, got none; use implementation='xla'")
     if p.batch * p.heads > MOST_BLOCKS:

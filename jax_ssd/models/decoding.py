@@ -14,8 +14,8 @@ from jax_ssd.flax.nnx import Mamba2
 from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
 from jax_ssd.models.language_model import Carry, LanguageModel
 
-ModelCarry = tuple[Any, ...]
-"""One carry per layer, as the layers' decoders have it."""
+ModelCarry = tuple[jax.Array, tuple[Any, ...]]
+"""The number of the next token, and one carry per layer as the layers' decoders have it."""
 
 
 class Decoder:
@@ -26,35 +26,39 @@ class Decoder:
 
     Args:
       model: the model.
-      recurrence: in place of ``jax_ssd.mamba2_step`` or ``mamba3_step``, with its arguments.
+      recurrence: in place of that of the layers, with the arguments of ``jax_ssd.mamba2_step`` or ``mamba3_step``.
     """
 
     def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
         self.model = model
-        given = () if recurrence is None else (recurrence,)
         self.layers: list[Any] = [
-            Mamba2Decoder(mixer, *given) if isinstance(mixer, Mamba2) else Mamba3Decoder(mixer, *given)
-            for mixer in (block.mixer for block in model.blocks)
+            Mamba2Decoder(block.mixer, recurrence, block.norm)
+            if isinstance(block.mixer, Mamba2)
+            else Mamba3Decoder(block.mixer, recurrence, block.norm)
+            for block in model.blocks
         ]
         self.head = model.head_kernel()
 
     def pack(self, carry: Carry) -> ModelCarry:
         """The model's carry as ``step`` takes it."""
-        return tuple(layer.pack(one) for layer, one in zip(self.layers, carry, strict=True))
+        layers = zip(self.layers, carry, strict=True)
+        return jnp.zeros((), jnp.int32), tuple(layer.arranged(one) for layer, one in layers)
 
     def unpack(self, carry: ModelCarry) -> Carry:
         """What ``step`` gave as the model's carry."""
-        return tuple(layer.unpack(one) for layer, one in zip(self.layers, carry, strict=True))
+        position, packed = carry
+        return tuple(layer.restored(position, one) for layer, one in zip(self.layers, packed, strict=True))
 
     def step(self, carry: ModelCarry, token: jax.Array) -> tuple[ModelCarry, jax.Array]:
         """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
+        position, packed = carry
         x = self.model.embed(token)
         carries = []
-        for block, layer, one in zip(self.model.blocks, self.layers, carry, strict=True):
-            one, y = layer.step(one, block.norm(x))
+        for layer, one in zip(self.layers, packed, strict=True):
+            one, y = layer.token(position, one, x)
             x = x + y.astype(x.dtype)
             carries.append(one)
-        return tuple(carries), self.model.head(x, self.head)
+        return (position + 1, tuple(carries)), self.model.head(x, self.head)
 
 
 def prefill(

@@ -6,97 +6,9 @@
 // them. It owns Rows neighbouring rows (channels of one head), so that a thread has Rows loads of the state under way
 // before it needs the first. Each output is one sum over the lanes in a fixed order that depends on nothing but N.
 
-#include "values.cuh"
+#include "mamba2_step.cuh"
 
-namespace {
-
-using jax_ssd::from_float;
-using jax_ssd::to_float;
-
-// What one instruction moves.
-template <int Bytes>
-struct WordOf;
-template <>
-struct WordOf<2> {
-  using Type = unsigned short;
-};
-template <>
-struct WordOf<4> {
-  using Type = unsigned;
-};
-template <>
-struct WordOf<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOf<16> {
-  using Type = uint4;
-};
-
-__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
-
-// Width values of T that lie together, in words as wide as possible.
-template <typename T, int Width>
-struct Pack {
-  static constexpr int kWordBytes = smaller(16, Width* int(sizeof(T)));
-  static constexpr int kWords = Width * int(sizeof(T)) / kWordBytes;
-  using Word = typename WordOf<kWordBytes>::Type;
-  Word words[kWords];
-
-  __device__ void load(const T* from) {
-    const Word* source = reinterpret_cast<const Word*>(from);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = source[i];
-  }
-  __device__ void store(T* to) const {
-    Word* target = reinterpret_cast<Word*>(to);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) target[i] = words[i];
-  }
-  __device__ void unpack(float (&values)[Width]) const {
-    T parts[Width];
-    memcpy(parts, words, sizeof(words));
-#pragma unroll
-    for (int i = 0; i < Width; ++i) values[i] = to_float(parts[i]);
-  }
-  __device__ void pack(const float (&values)[Width]) {
-    T parts[Width];
-#pragma unroll
-    for (int i = 0; i < Width; ++i) parts[i] = from_float<T>(values[i]);
-    memcpy(words, parts, sizeof(words));
-  }
-};
-
-// log(1 + exp(v)), exact in both tails; a NaN comes through the second term.
-__device__ float softplus(float v) { return fmaxf(v, 0.0f) + log1pf(expf(-fabsf(v))); }
-
-// Not fminf and fmaxf, which swallow a NaN.
-__device__ float clamp(float v, float low, float high) { return v < low ? low : (v > high ? high : v); }
-
-// The sums over a unit's lanes of Held values in each. While a lane holds more than one, a pair of lanes swaps halves:
-// afterwards lane i holds the sums of rows i * Held / Lanes and following (several lanes the same if Held < Lanes).
-template <int Held, int Offset>
-__device__ void sum_over_lanes(float* values, int lane) {
-  if constexpr (Offset > 0) {
-    if constexpr (Held > 1) {
-      const bool upper = lane & Offset;
-#pragma unroll
-      for (int i = 0; i < Held / 2; ++i) {
-        const float kept = upper ? values[i + Held / 2] : values[i];
-        const float given = upper ? values[i] : values[i + Held / 2];
-        values[i] = kept + __shfl_xor_sync(0xffffffff, given, Offset);
-      }
-    } else {
-      values[0] += __shfl_xor_sync(0xffffffff, values[0], Offset);
-    }
-    sum_over_lanes<larger(1, Held / 2), Offset / 2>(values, lane);
-  }
-}
-
-}  // namespace
+using namespace jax_ssd;
 
 // state [batch, Heads, P, N]; x, z, y [batch, Heads, P]; dt [batch, Heads]; B, C [batch, Groups, N];
 // A, dt_bias [1 or batch, Heads]; D [1 or batch, Heads, P]. Absent arrays are not touched.

@@ -7,62 +7,18 @@
 //
 // A block owns one head of one row, so that the four parts of its state can be replaced where they are: nobody else
 // reads them. A unit of neighbouring lanes, one per 16 bytes of a row of S where there are enough, takes Rows rows at a
-// time. Those of its first turn are under way before anything else begins, and what the token needs beside S is
-// prepared in shared memory in the meantime. Sums have a fixed order that the sizes alone decide.
+// time. Everything is loaded before anything is used, what is used first comes first: what the token needs beside S is
+// prepared in shared memory, by all threads, while the first rows are on their way. Sums have a fixed order that the
+// sizes alone decide.
 
 #include "mamba3_phase.cuh"
-#include "values.cuh"
+#include "packs.cuh"
 
 namespace {
 
 using namespace jax_ssd;
 
-__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
-
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.0f, 1.0f + expf(-v)); }
-
-// Width floats that one instruction moves.
-template <int Width>
-struct VectorOf;
-template <>
-struct VectorOf<1> {
-  using Type = float;
-};
-template <>
-struct VectorOf<2> {
-  using Type = float2;
-};
-template <>
-struct VectorOf<4> {
-  using Type = float4;
-};
-
-template <int Width, bool Streaming = false>
-__device__ __forceinline__ void load(float (&values)[Width], const float* from) {
-  constexpr int kStep = Width % 4 == 0 ? 4 : Width % 2 == 0 ? 2 : 1;
-  using Vector = typename VectorOf<kStep>::Type;
-  const Vector* source = reinterpret_cast<const Vector*>(from);
-#pragma unroll
-  for (int i = 0; i < Width / kStep; ++i) {
-    const Vector word = Streaming ? __ldcs(source + i) : source[i];
-    memcpy(values + i * kStep, &word, sizeof(word));
-  }
-}
-
-template <int Width, bool Streaming>
-__device__ __forceinline__ void store(float* to, const float (&values)[Width]) {
-  typename VectorOf<Width>::Type word;
-  memcpy(&word, values, sizeof(word));
-  auto* target = reinterpret_cast<typename VectorOf<Width>::Type*>(to);
-  if (Streaming) {
-    __stcs(target, word);
-  } else {
-    __stwb(target, word);  // a plain assignment is taken apart
-  }
-}
 
 // Where the sums of Held values over Lanes lanes are afterwards. While a lane holds an even number of them, a pair of
 // lanes swaps halves, which costs half as much as summing all of them twice.
@@ -99,42 +55,41 @@ __device__ constexpr int values_left(int held, int offset) {
   return offset == 0 ? held : values_left(held % 2 == 0 ? held / 2 : held, offset / 2);
 }
 
-// Rows of S in the registers of a unit of lanes.
-template <int P, int N, int Rows, int Lanes, bool Streaming>
+// Rows of S in the registers of a unit of lanes; `first` is the unit's first row, `mine` this lane's part of it.
+// Whole: units never have rows beyond P.
+template <typename State, int P, int N, int Rows, int Lanes, bool Whole, bool Streaming>
 struct Tile {
-  static constexpr int kWidth = N % 4 == 0 ? 4 : 2;
+  static constexpr bool kWhole = Whole;
+  static constexpr int kWidth = common_divisor(N, 16 / int(sizeof(State)));
   static constexpr int kVectors = N / kWidth;
   static constexpr int kPerLane = ceiling(kVectors, Lanes);
+  using Words = Pack<State, kWidth>;
+  Words words[Rows][kPerLane];
   float values[Rows][kPerLane][kWidth];
 
-  __device__ static int column(int lane, int i) { return (i * Lanes + lane) * kWidth; }
+  __device__ static constexpr int offset(int row, int i) { return row * N + i * Lanes * kWidth; }
   __device__ static bool inside(int first, int row, int lane, int i) {
-    return (P % Rows == 0 || first + row < P) && first < P && (kVectors % Lanes == 0 || column(lane, i) < N);
+    return (Whole || first + row < P) && (kVectors % Lanes == 0 || i * Lanes + lane < kVectors);
   }
 
-  __device__ void load_rows(const float* ssm, int first, int lane) {
+  __device__ void load_rows(const State* mine, int first, int lane) {
 #pragma unroll
     for (int row = 0; row < Rows; ++row) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        if (inside(first, row, lane, i)) {
-          load<kWidth, Streaming>(values[row][i], ssm + (first + row) * N + column(lane, i));
-        } else {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) values[row][i][j] = 0.0f;
-        }
+        words[row][i] = {};
+        if (inside(first, row, lane, i)) words[row][i].template load<Streaming>(mine + offset(row, i));
       }
     }
   }
 
-  __device__ void store_rows(float* ssm, int first, int lane) const {
+  __device__ void store_rows(State* mine, int first, int lane) {
 #pragma unroll
     for (int row = 0; row < Rows; ++row) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        if (inside(first, row, lane, i)) {
-          store<kWidth, Streaming>(ssm + (first + row) * N + column(lane, i), values[row][i]);
-        }
+        words[row][i].pack(values[row][i]);
+        if (inside(first, row, lane, i)) words[row][i].template store<Streaming>(mine + offset(row, i));
       }
     }
   }
@@ -143,8 +98,8 @@ struct Tile {
   __device__ static void load_part(float (&part)[kPerLane][kWidth], const float* row, int lane) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (kVectors % Lanes == 0 || column(lane, i) < N) {
-        load(part[i], row + column(lane, i));
+      if (kVectors % Lanes == 0 || i * Lanes + lane < kVectors) {
+        load_values(part[i], row + (i * Lanes + lane) * kWidth);
       } else {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) part[i][j] = 0.0f;
@@ -152,11 +107,13 @@ struct Tile {
     }
   }
 
+  // The loaded words times a number.
   __device__ void scale(float by) {
 #pragma unroll
     for (int row = 0; row < Rows; ++row) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
+        words[row][i].unpack(values[row][i]);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) values[row][i][j] *= by;
       }
@@ -207,7 +164,7 @@ __device__ __forceinline__ void read_out(const TileOf& tile, const float* querie
 #pragma unroll
     for (int i = 0; i < values_left(kRanks * Rows, Lanes / 2); ++i) {
       const int row = first + (share.first + i) % Rows;
-      if (share.owner && row < P) out[From + (share.first + i) / Rows][row] = sums[i];
+      if (share.owner && (TileOf::kWhole || row < P)) out[From + (share.first + i) / Rows][row] = sums[i];
     }
     read_out<From + kRanks, R, P, N, Rows, Lanes>(tile, queries, out, first, lane);
   }
@@ -221,76 +178,78 @@ __device__ __forceinline__ void read_out(const TileOf& tile, const float* querie
 // D [1 or batch, Heads]; norm_weight [1 or batch, Heads, P]; y [batch, Heads, P], or [batch, R, Heads, P] unless Folds.
 // Absent arrays are not touched; without HasRanks R is 1. One block for each head of each row. Rows: a power of two.
 // Streaming: pass S by the caches, for states that they cannot hold from one token to the next.
-template <typename Value, typename KeyState, typename ValueState, int Heads, int Groups, int R, int P, int N, int Pairs,
-          bool Half, bool SharedParams, bool HasRanks, bool Folds, bool HasZ, bool HasD, bool HasNorm, int Rows,
-          int Threads, bool Streaming>
+template <typename Value, typename MatrixState, typename KeyState, typename ValueState, int Heads, int Groups, int R,
+          int P, int N, int Pairs, bool Half, bool SharedParams, bool HasRanks, bool Folds, bool HasZ, bool HasD,
+          bool HasNorm, int Rows, int Threads, bool Streaming>
 __global__ void __launch_bounds__(Threads)
-    mamba3_step(float* state_angle, float* state_ssm, KeyState* state_k, ValueState* state_v, const Value* q,
+    mamba3_step(float* state_angle, MatrixState* state_ssm, KeyState* state_k, ValueState* state_v, const Value* q,
                 const Value* k, const Value* v, const float* q_bias, const float* k_bias, const float* angles,
                 const float* adt, const float* dt, const float* trap, const float* mimo_v, const float* mimo_o,
                 const Value* z, const float* mimo_z, const float* D, const float* norm_weight, Value* y,
                 float norm_eps) {
-  constexpr int kLanes = smaller(32, power_of_two(N / (N % 4 == 0 ? 4 : 2)));
+  constexpr int kLanes = smaller(32, power_of_two(N / common_divisor(N, 16 / int(sizeof(MatrixState)))));
   constexpr int kUnits = Threads / kLanes;
   constexpr int kBlocks = ceiling(P, Rows);
   constexpr int kTurns = ceiling(kBlocks, kUnits);
   constexpr int kPaddedP = kBlocks * Rows;
-  using TileOf = Tile<P, N, Rows, kLanes, Streaming>;
+  using TileOf = Tile<MatrixState, P, N, Rows, kLanes, P % (kUnits * Rows) == 0, Streaming>;
 
-  __shared__ float cosines[larger(1, Pairs)], sines[larger(1, Pairs)], inverse_norms[R];
+  __shared__ float inverse_norms[R];
   __shared__ __align__(16) float last_keys[R * N], keys[R * N], queries[R * N];
   __shared__ __align__(16) float last_values[R][kPaddedP], values[R][kPaddedP];  // times the weights of their keys
-  __shared__ float skips[R][P], gates[R][P], out[R][P];
+  __shared__ __align__(16) float skips[R][P], gates[R][P], out[R][P];
 
-  const int thread = threadIdx.x, lane = thread % kLanes, unit = thread / kLanes;
+  const unsigned thread = threadIdx.x;
+  const int lane = thread % kLanes, unit = thread / kLanes;
   const long long own = blockIdx.x;  // row and head
   const int head = blockIdx.x % Heads;
   const long long row = blockIdx.x / Heads;
   const long long param = SharedParams ? head : own;
   const long long group = row * R * Groups + head / (Heads / Groups);  // of rank 0
-  state_ssm += own * P * N;
+
+  state_ssm += own * P * N + unit * Rows * N + lane * TileOf::kWidth;
   state_k += own * R * N;
   state_v += own * P;
   v += own * P;
 
-  // Everything is loaded before anything is used: S of the first turn, then what thread by thread becomes one or a few
-  // pairs of coordinates, rotary phases, and cells of [R, P]. Barriers keep the compiler from putting loads off.
+  // Pair by pair of coordinates, then cell by cell of [R, P].
   TileOf tile;
-  tile.load_rows(state_ssm, unit * Rows, lane);
-  __syncthreads();
-
   constexpr int kPairs = R * (N / 2), kPairsEach = ceiling(kPairs, Threads);
-  const auto pair_of = [&](int i) { return (thread + i * Threads) % (N / 2); };
+  const auto pair_of = [&](int i) { return unsigned(thread + i * Threads) % (N / 2); };
   const auto place_of = [&](int i, int side) {  // in [R, N]
-    const int rank = (thread + i * Threads) / (N / 2), pair = pair_of(i);
+    const unsigned rank = unsigned(thread + i * Threads) / (N / 2), pair = pair_of(i);
     return rank * N + (Half ? pair + side * (N / 2) : 2 * pair + side);
   };
+  q += group * N;
+  k += group * N;
+  q_bias += param * R * N;
+  k_bias += param * R * N;
+  state_angle += own * Pairs;
+  angles += own * Pairs;
+  mimo_v += param * R * P;
+  mimo_o += param * R * P;
+  mimo_z += param * R * P;
+  norm_weight += param * P;
+  z += own * P;
   Value new_q[kPairsEach][2], new_k[kPairsEach][2];
   KeyState last_k[kPairsEach][2];
-  float bias_q[kPairsEach][2], bias_k[kPairsEach][2];
+  float bias_q[kPairsEach][2], bias_k[kPairsEach][2], last_angle[kPairsEach], rate[kPairsEach];
 #pragma unroll
   for (int i = 0; i < kPairsEach; ++i) {
+    if (thread + i * Threads < kPairs && pair_of(i) < Pairs) {
+      last_angle[i] = state_angle[pair_of(i)];
+      rate[i] = angles[pair_of(i)];
+    }
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       if (thread + i * Threads < kPairs) {
-        const int place = place_of(i, side);
-        const long long token = (group + (long long)(place / N) * Groups) * N + place % N;
+        const unsigned place = place_of(i, side), token = place / N * (Groups * N) + place % N;
         new_q[i][side] = q[token];
         new_k[i][side] = k[token];
         last_k[i][side] = state_k[place];
-        bias_q[i][side] = q_bias[param * R * N + place];
-        bias_k[i][side] = k_bias[param * R * N + place];
+        bias_q[i][side] = q_bias[place];
+        bias_k[i][side] = k_bias[place];
       }
-    }
-  }
-
-  constexpr int kPhasesEach = ceiling(Pairs, Threads);
-  float last_angle[larger(1, kPhasesEach)], rate[larger(1, kPhasesEach)];
-#pragma unroll
-  for (int i = 0; i < kPhasesEach; ++i) {
-    if (thread + i * Threads < Pairs) {
-      last_angle[i] = state_angle[own * Pairs + thread + i * Threads];
-      rate[i] = angles[own * Pairs + thread + i * Threads];
     }
   }
 
@@ -300,39 +259,25 @@ __global__ void __launch_bounds__(Threads)
   float expand[kCellsEach], expand_z[kCellsEach], fold[kCellsEach], norm[kCellsEach];
 #pragma unroll
   for (int i = 0; i < kCellsEach; ++i) {
-    const int cell = thread + i * Threads;
+    const unsigned cell = thread + i * Threads;
     if (cell < kCells) {
       new_v[i] = v[cell % P];
       last_v[i] = state_v[cell % P];
-      if (HasZ) new_z[i] = z[own * P + cell % P];
-      if (HasNorm) norm[i] = norm_weight[param * P + cell % P];
-      if (HasRanks) expand[i] = mimo_v[param * kCells + cell];
-      if (HasRanks && HasZ) expand_z[i] = mimo_z[param * kCells + cell];
-      if (Folds) fold[i] = mimo_o[param * kCells + cell];
+      if (HasZ) new_z[i] = z[cell % P];
+      if (HasNorm) norm[i] = norm_weight[cell % P];
+      if (HasRanks) expand[i] = mimo_v[cell];
+      if (HasRanks && HasZ) expand_z[i] = mimo_z[cell];
+      if (Folds) fold[i] = mimo_o[cell];
     }
   }
   const float step = dt[own], logit = trap[own], log_decay = adt[own], skip = HasD ? D[param] : 0.0f;
+  tile.load_rows(state_ssm, unit * Rows, lane);
   __syncthreads();
-
-#pragma unroll
-  for (int i = 0; i < kPhasesEach; ++i) {
-    const int phase_index = thread + i * Threads;
-    if (phase_index < Pairs) {
-      const float turns = turns_of_step(rate[i], step);
-      const unsigned phase = phase_of_radians(last_angle[i]) + phase_of_turns(turns);
-      float sine, cosine;
-      sincos_of_phase(phase, sine, cosine);
-      const float unknown = (last_angle[i] - last_angle[i]) + (turns - turns);  // 0, or NaN if either is not finite
-      cosines[phase_index] = cosine + unknown;
-      sines[phase_index] = sine + unknown;
-      state_angle[own * Pairs + phase_index] = radians_of_phase(phase) + unknown;
-    }
-  }
 
   const float keep = expf(log_decay), gamma = sigmoid(logit) * step, beta = keep * (sigmoid(-logit) * step);
 #pragma unroll
   for (int i = 0; i < kCellsEach; ++i) {
-    const int cell = thread + i * Threads, r = cell / P, p = cell % P;
+    const unsigned cell = thread + i * Threads, r = cell / P, p = cell % P;
     if (cell < kCells) {
       const float now = (HasRanks ? expand[i] : 1.0f) * to_float(new_v[i]);
       values[r][p] = gamma * now;
@@ -349,17 +294,22 @@ __global__ void __launch_bounds__(Threads)
       if (r == 0) state_v[p] = from_float<ValueState>(to_float(new_v[i]));  // all have read it
     }
   }
-  __syncthreads();
 
 #pragma unroll
   for (int i = 0; i < kPairsEach; ++i) {
     if (thread + i * Threads < kPairs) {
-      const int first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
+      const unsigned first = place_of(i, 0), second = place_of(i, 1), pair = pair_of(i);
       float qa = to_float(new_q[i][0]) + bias_q[i][0], qb = to_float(new_q[i][1]) + bias_q[i][1];
       float ka = to_float(new_k[i][0]) + bias_k[i][0], kb = to_float(new_k[i][1]) + bias_k[i][1];
       if (pair < Pairs) {
-        rotate(qa, qb, sines[pair], cosines[pair]);
-        rotate(ka, kb, sines[pair], cosines[pair]);
+        const float turns = turns_of_step(rate[i], step);
+        const unsigned phase = phase_of_radians(last_angle[i]) + phase_of_turns(turns);
+        float sine, cosine;
+        sincos_of_phase(phase, sine, cosine);
+        const float unknown = (last_angle[i] - last_angle[i]) + (turns - turns);  // 0, or NaN if either is not finite
+        rotate(qa, qb, sine + unknown, cosine + unknown);
+        rotate(ka, kb, sine + unknown, cosine + unknown);
+        if (thread + i * Threads < N / 2) state_angle[pair] = radians_of_phase(phase) + unknown;
       }
       queries[first] = qa;
       queries[second] = qb;
@@ -381,15 +331,16 @@ __global__ void __launch_bounds__(Threads)
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       float key[TileOf::kPerLane][TileOf::kWidth], value[Rows];
-      load(value, &last_values[r][from]);
+      load_values(value, &last_values[r][from]);
       TileOf::load_part(key, last_keys + r * N, lane);
       tile.add_outer(value, key);
-      load(value, &values[r][from]);
+      load_values(value, &values[r][from]);
       TileOf::load_part(key, keys + r * N, lane);
       tile.add_outer(value, key);
     }
     tile.store_rows(state_ssm, first, lane);
     read_out<0, R, P, N, Rows, kLanes>(tile, queries, out, first, lane);
+    state_ssm += kUnits * Rows * N;
     if (turn + 1 < kTurns) tile.load_rows(state_ssm, first + kUnits * Rows, lane);
   }
   __syncthreads();
