@@ -56,7 +56,8 @@ class Tunable:
       make: (problem, choice, or None for the heuristic's) -> the plan.
       heuristic: problem -> a choice, an instance of a frozen dataclass whose fields are plain values.
       values: problem -> the values worth trying of each field; what `make` refuses is left out.
-      local: fields that fit only sizes near the measured one; elsewhere they are the heuristic's.
+      local: fields that fit only sizes near the measured one, and only the kernels they were measured with; elsewhere they
+        are the heuristic's.
       scratch: how much scratch memory a choice may take, as a part of the operands and results, if that is more than
         the heuristic's takes.
     """
@@ -102,9 +103,9 @@ class Tunable:
         if found is None:
             return None
         record, near = found
-        start = self.heuristic(problem)
-        known = {field.name for field in fields(start)} - (set() if near else set(self.local))
-        changes = record["results"][self.implementation]["choice"]
+        start, result = self.heuristic(problem), record["results"][self.implementation]
+        known = {field.name for field in fields(start)} - (set() if near and is_fresh(result) else set(self.local))
+        changes = result["choice"]
         return replace(start, **{name: value for name, value in changes.items() if name in known})
 
 

@@ -147,9 +147,11 @@ def test_a_record_far_away_leaves_small_calls_to_other_implementations(monkeypat
         choices.CUDA_FORWARD(SMALL)
 
 
-def test_choices_outlive_an_edit_of_the_kernels(monkeypatch):
-    store(occupancy=3)
+def test_choices_outlive_an_edit_of_the_kernels_but_for_those_that_fit_a_size(monkeypatch):
+    store(segments=2, occupancy=3)
+    assert chosen().segments == 2
     change_kernels(monkeypatch)
+    assert chosen() == dataclasses.replace(plan.tiles(PROBLEM), occupancy=3)
     assert occupancy(choices.FORWARD(PROBLEM)) == 3
 
 

@@ -57,9 +57,13 @@ def test_an_exported_program_runs_in_a_process_of_its_own(tmp_path):
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-c", textwrap.dedent(LOAD), str(tmp_path)]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+    names = ("y", *sorted(given))
     with np.load(tmp_path / "results.npz") as results:
-        for got, want in zip(results.values(), function(given), strict=True):
-            np.testing.assert_array_equal(got, want)
+        for name, got, want in zip(names, results.values(), function(given), strict=True):
+            if name in ("A", "D", "dt_bias"):  # summed over rows by XLA, which chooses among its kernels by time
+                np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max(), err_msg=name)
+            else:
+                np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_training_steps_over_all_gpus_equal_that_of_one():
