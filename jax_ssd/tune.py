@@ -56,7 +56,7 @@ class Tunable:
       make: (problem, choice, or None for the heuristic's) -> the plan.
       heuristic: problem -> a choice, an instance of a frozen dataclass whose fields are plain values.
       values: problem -> the values worth trying of each field; what `make` refuses is left out.
-      local: fields that fit only sizes near the measured one, and only the kernels they were measured with; elsewhere they
+      local: fields that fit only sizes near the measured one, and only the kernels they were measured with; else they
         are the heuristic's.
       scratch: how much scratch memory a choice may take, as a part of the operands and results, if that is more than
         the heuristic's takes.
