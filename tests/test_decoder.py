@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_ssd.flax.nnx import Mamba2, Mamba3
-from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder
+from jax_ssd.flax.nnx.decoder import Mamba2Decoder, Mamba3Decoder, _OneOp
 from jax_ssd.models import Decoder, LanguageModel, LanguageModelConfig, decode
 from tests import cuda_emulator, emulation
 
@@ -44,6 +44,31 @@ def states(layer: Mamba2 | Mamba3, x: jax.Array) -> dict[str, Any]:
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=["one op", "xla"])
 def test_decoder_equals_steps(changes, implementation):
     check(Mamba2(16, state_dim=8, head_dim=8, implementation=implementation, rngs=nnx.Rngs(0), **changes), changes)
+
+
+def test_float16_takes_what_its_layer_takes():
+    layer = Mamba2(16, state_dim=8, head_dim=8, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    decoder, carry = Mamba2Decoder(layer), layer.initialize_carry((3, 16))
+    _, wanted = layer.step(carry, 60 * TOKENS[0])
+    _, found = decoder.step(decoder.pack(carry), 60 * TOKENS[0])
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_row_is_decoded_as_well(implementation):
+    layer = Mamba2(16, state_dim=8, head_dim=8, implementation=implementation, rngs=nnx.Rngs(0))
+    decoder = Mamba2Decoder(layer)
+    carry, y = decoder.step(decoder.pack(layer.initialize_carry((0, 16))), jnp.zeros((0, 16)))
+    assert y.shape == (0, 16) and decoder.unpack(carry).ssm.shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_op"), [({}, True), ({"conv_width": 9}, False), ({"state_dim": 257}, False)], ids=str
+)
+def test_sizes_beyond_the_kernel_keep_the_recurrences_own(changes, one_op):
+    layer = Mamba2(16, **{"state_dim": 8, "head_dim": 8, **changes}, implementation="cuda", rngs=nnx.Rngs(0))
+    assert isinstance(Mamba2Decoder(layer).between, _OneOp) == one_op
 
 
 @pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))

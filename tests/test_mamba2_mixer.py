@@ -72,7 +72,8 @@ def test_rows_fill_the_gpu():
         ({"dtype": "float64"}, "takes y in bfloat16, float16, float32, got float64"),
         ({"window": "float64"}, "takes window_x in .*, got float64"),
         ({"state_dtype": "float64"}, "takes state in .*, got float64"),
-        ({"state": 1028}, "a state of up to 4096 bytes a row, got a size of 1028"),
+        ({"state": 1028}, "up to 256 loads of 16 bytes .* a size of 1028 in float32, 257 loads"),
+        ({"state": 257}, "got a size of 257 in float32, 257 loads"),
         ({"width": 9}, "up to 8 taps, got 9"),
         ({"batch": 2**30, "heads": 24}, "up to 2,147,483,647 blocks"),
     ],
@@ -80,6 +81,14 @@ def test_rows_fill_the_gpu():
 def test_refusals_name_the_limit_and_the_figure(changes, said):
     with pytest.raises(NotImplementedError, match=said):
         plan_cuda_mixer.step(mixer_problem(**{**MODEL, **changes})[0])
+
+
+def test_windows_of_two_types_are_refused():
+    p, _ = mixer_problem(**MODEL)
+    operands = tuple(dataclasses.replace(b, dtype="float32") if b.name == "window_bc" else b for b in p.operands)
+    assert p.given["window_x"].dtype == "bfloat16"
+    with pytest.raises(NotImplementedError, match="of one type, got bfloat16 and float32; use implementation='xla'"):
+        plan_cuda_mixer.step(dataclasses.replace(p, operands=operands))
 
 
 def test_gradients_are_those_of_plain_jax():

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax_ssd import manual_axes, op
 from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2 import plan_cuda_mixer, reference
-from jax_ssd.mamba2.plan_cuda_mixer import CARRIED, MixerProblem
+from jax_ssd.mamba2.plan_cuda_mixer import CARRIED, MixerProblem, fits
 from jax_ssd.plans import Buffer
+
+__all__ = ["Operands", "Spec", "fits", "step"]
 
 
 class Operands(NamedTuple):
@@ -27,7 +29,7 @@ class Operands(NamedTuple):
     window_x: jax.Array  # [batch, width, heads, head_dim]
     window_bc: jax.Array  # [batch, width, B | C channels]
     projected: jax.Array  # [batch, z | x | B | C | dt], float32 or float64
-    position: jax.Array  # [r] int32
+    position: jax.Array  # [r] int32, not negative
     head: jax.Array  # [r, heads] int32: each one's number in the projection
     filter_x: jax.Array  # [r, width, heads, head_dim], oldest token first
     filter_bc: jax.Array  # [r, width, B | C channels]
@@ -67,7 +69,16 @@ class Spec:
 
 
 def step(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The new state and windows, and y [batch, heads, head_dim]."""
+    """The new state and windows, of the shapes and types of the old ones, and y [batch, heads, head_dim].
+
+    With u the token's projection, normalised if there are squares, and c the windows with it in:
+
+        z, x, BC, dt = u;  x, B, C = silu(sum_k filter_k c_k + bias)
+        dt = clip(softplus(dt + dt_bias), dt_limit);  state = exp(dt A) state + dt x B'
+        y = state C + D x, times silu(z) where spec.gates
+
+    Raises NotImplementedError for what no implementation in ``spec`` takes. Source: upstream's Mamba2.step.
+    """
     operands = manual_axes.unified(operands)
     op.require_possible(STEP, spec, present(spec, operands))
     with in_words("mamba2_step"):
@@ -99,10 +110,11 @@ def _plain(spec: Spec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Ar
             -1, width, *(1,) * (window.ndim - 2)
         )
         windows[name] = jnp.where(newest, token[:, None].astype(window.dtype), window)
-        total = jnp.sum(windows[name].astype(wide) * jax.vmap(_turned)(taps, place), axis=1)
+        tokens = jnp.where(newest, token[:, None].astype(wide), window.astype(wide))  # the newest as it is, not as kept
+        total = jnp.sum(tokens * jax.vmap(_turned)(taps, place), axis=1)
         bias = getattr(o, f"bias_{name}")
         filtered[name] = jax.nn.silu(total if bias is None else total + bias.astype(wide))
-    B, C = jnp.split(filtered["bc"].reshape(batch, 2 * spec.groups, -1), 2, axis=1)
+    B, C = jnp.split(filtered["bc"].reshape(batch, 2 * spec.groups, o.state.shape[-1]), 2, axis=1)
     group = head // (spec.all_heads // spec.groups)  # where only some heads are here, B and C are taken for each
     given = reference.StepOperands(
         state=o.state,

@@ -39,22 +39,34 @@ class MixerProblem:
         return {buffer.name: buffer for buffer in self.operands}
 
 
-def loads(problem: MixerProblem) -> int:
-    """Of one row of the state, per thread."""
-    width = math.gcd(problem.state, LOAD_BYTES // plan.ITEM_SIZE[problem.given["state"].dtype])
-    return math.ceil(problem.state // width / lanes(problem))
+def fits(width: int, state: int, dtype: str) -> bool:
+    """Whether the kernel takes windows of that many tokens and states of that size and type."""
+    return width <= MOST_TAPS and _loads(state, dtype) <= MOST_LOADS
 
 
 def lanes(problem: MixerProblem) -> int:
-    """Threads that share a row."""
-    width = math.gcd(problem.state, LOAD_BYTES // plan.ITEM_SIZE[problem.given["state"].dtype])
-    return min(LANES, plan.power_of_two(problem.state // width))
+    """Threads that share a row of the state."""
+    return _lanes(problem.state, problem.given["state"].dtype)
+
+
+def _pieces(state: int, dtype: str) -> int:
+    """Loads that a row of the state takes."""
+    return state // math.gcd(state, LOAD_BYTES // plan.ITEM_SIZE.get(dtype, 8))
+
+
+def _lanes(state: int, dtype: str) -> int:
+    return min(LANES, plan.power_of_two(_pieces(state, dtype)))
+
+
+def _loads(state: int, dtype: str) -> int:
+    """A thread's part of them."""
+    return math.ceil(_pieces(state, dtype) / _lanes(state, dtype))
 
 
 def rows(problem: MixerProblem) -> int:
     """The heuristic: as many rows per unit of lanes as a thread holds, as long as they fill the GPU."""
     p = problem
-    chosen = max(1, MOST_LOADS // loads(p))
+    chosen = max(1, MOST_LOADS // _loads(p.state, p.given["state"].dtype))
     while chosen > 1 and (
         THREADS // lanes(p) * chosen >= 2 * p.head_dim
         or p.batch * p.heads * p.head_dim * lanes(p) < FILLED_LANES * chosen
@@ -66,16 +78,22 @@ def rows(problem: MixerProblem) -> int:
 def step(problem: MixerProblem, unit_rows: int | None = None) -> Plan:
     """One token: the new state and windows, in the memory of the old ones, and y."""
     p = problem
-    kinds = {"y": p.dtype} | {name: p.given[name].dtype for name in ("state", "window_x")}
+    kinds = {"y": p.dtype} | {name: p.given[name].dtype for name in CARRIED}
     for what, dtype in kinds.items():
         if dtype not in CUDA_TYPES:
             raise NotImplementedError(
                 f"the kernel takes {what} in {', '.join(CUDA_TYPES)}, got {dtype}; use implementation='xla'"
             )
-    if loads(p) > MOST_LOADS:
+    if kinds["window_x"] != kinds["window_bc"]:
         raise NotImplementedError(
-            f"the kernel takes a state of up to {MOST_LOADS * LANES * LOAD_BYTES} bytes a row, got a size of {p.state} "
-            f"in {p.given['state'].dtype}; use implementation='xla'"
+            f"the kernel takes window_x and window_bc of one type, got {kinds['window_x']} and {kinds['window_bc']}; "
+            "use implementation='xla'"
+        )
+    if _loads(p.state, kinds["state"]) > MOST_LOADS:
+        raise NotImplementedError(
+            f"the kernel takes states of up to {MOST_LOADS * LANES} loads of {LOAD_BYTES} bytes or of what divides a "
+            f"row, got a size of {p.state} in {kinds['state']}, {_pieces(p.state, kinds['state'])} loads; "
+            "use implementation='xla'"
         )
     if p.width > MOST_TAPS:
         raise NotImplementedError(
@@ -84,7 +102,9 @@ def step(problem: MixerProblem, unit_rows: int | None = None) -> Plan:
     count = unit_rows or rows(p)
     blocks = p.batch * p.heads * math.ceil(p.head_dim / (THREADS // lanes(p) * count))
     if blocks > MOST_BLOCKS:
-        raise NotImplementedError(f"the kernel takes up to {MOST_BLOCKS:,} blocks, got {blocks:,}; use 'xla'")
+        raise NotImplementedError(
+            f"the kernel takes up to {MOST_BLOCKS:,} blocks, got {blocks:,}; use implementation='xla'"
+        )
     new = {name: Buffer(f"new_{name}", p.given[name].shape, p.given[name].dtype) for name in CARRIED}
     y = Buffer("y", (p.batch, p.heads, p.head_dim), p.dtype)
     arrays = (

@@ -42,12 +42,12 @@ class Mamba2Decoder:
         carry, y = jax.lax.scan(decoder.step, decoder.pack(carry), u_time_major)
         carry = decoder.unpack(carry)
 
-    Where the layer's implementation may be "cuda", what is between the projections is one op, on a GPU one kernel.
-    Projections sum in float32 where the layer computes in 16 bits. A norm in front of a projection becomes a factor
-    behind it: its weights go into the projection's, so that nothing waits for its sum.
+    Where the layer's implementation prefers "cuda" and the kernel takes its sizes, what is between the projections is
+    one op, on a GPU one kernel. Projections sum in float32 where the layer computes in 16 bits. A norm in front of a
+    projection becomes a factor behind it: its weights go into the projection's, so that nothing waits for its sum.
 
     Args:
-      layer: the layer; its ``implementation`` is that of the recurrence.
+      layer: the layer; its ``implementation`` is that of the op between the projections, or of the recurrence alone.
       recurrence: called with the arguments of ``jax_ssd.mamba2_step``, after a convolution in plain JAX.
       norm: of the layer's inputs, which ``step`` then takes as they are before it.
     """
@@ -76,6 +76,7 @@ class Mamba2Decoder:
             layer, _weighted(layer.out_proj.kernel[...].T, layer.norm if self.late_gated_norm else None)
         )
         one_op = recurrence is None and dispatch.preferences(layer.implementation)[0] == "cuda"
+        one_op = one_op and mixer.fits(layer.conv_width, layer.state_dim, jnp.dtype(layer.state_dtype).name)
         self.between = _OneOp(layer) if one_op else _ByItself(layer, recurrence or mamba2_step)
 
     def pack(self, carry: Mamba2Carry) -> PackedCarry:
@@ -243,14 +244,16 @@ class _OneOp:
         """The carry, y, and the gate if y is not gated yet."""
         layer, lead = self.layer, projected.shape[:-1]
         given = dict(zip(("window_x", "window_bc", "state"), arranged, strict=True)) | {"projected": projected}
-        given |= {} if late is None else {"squares": late.squares}
+        given |= {} if late is None else {"squares": late.squares.astype(projected.dtype)}
         wide = accumulator(dtype)
         operands = mixer.Operands(
             position=position[None],
             **{name: array.reshape(math.prod(lead), *array.shape[len(lead) :]) for name, array in given.items()},
             **{name: array if name == "head" else array.astype(wide) for name, array in self.parameters.items()},
         )
-        gates = layer.norm is None or not layer.norm.norm_before_gate
+        # A norm behind the gate takes up what float16 might not hold.
+        later = layer.norm is not None and (layer.norm.norm_before_gate or jnp.dtype(dtype) == jnp.float16)
+        gates = not later
         spec = mixer.Spec(
             operands=tuple(name for name in mixer.Operands._fields if getattr(operands, name) is not None),
             all_heads=layer.heads,
