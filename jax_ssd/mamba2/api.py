@@ -90,8 +90,8 @@ def mamba2(
 
     Head i reads group i // (heads / groups) of B and C. Sums, decays and states are float32 (float64 for float64
     inputs) whatever the inputs are; y is cast to x's type. Arrays are in the order and layout of mamba_ssm's
-    `mamba_chunk_scan_combined`. Reverse-mode derivatives reach every floating argument; results are bitwise repeatable, in
-    another process too but for gradients of parameters, whose sums over rows are XLA's.
+    `mamba_chunk_scan_combined`. Reverse-mode derivatives reach every floating argument. Results are bitwise repeatable,
+    in another process too but for gradients of parameters, whose sums over rows are XLA's.
 
     Args:
       x: [..., seq, heads, head_dim], bfloat16, float16, float32 or (x64, not on kernels) float64. Any number of leading
