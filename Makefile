@@ -9,7 +9,7 @@ EXTRAS ?= dev
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test slow lint format clean
 help:
 	@sed -n 's/^#   /  /p; s/^## //p' $(firstword $(MAKEFILE_LIST))
 
@@ -18,10 +18,15 @@ demo: $(VENV)/installed
 	@echo "== demo: examples/train_bytes.py, a small Mamba-2 language model on this machine's JAX devices"
 	$(VENV)/bin/python examples/train_bytes.py $(ARGS)
 
-## make test    run the test suite
+## make test    run the test suite, but for the tests marked slow
 test: $(VENV)/installed
 	@echo "== test: pytest with $(JOBS) workers"
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+
+## make slow    run the tests marked slow
+slow: $(VENV)/installed
+	@echo "== slow: pytest with $(JOBS) workers"
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 
 ## make lint    formatters, linters and the type checker, without changing a file
 lint: $(VENV)/installed

@@ -659,6 +659,7 @@ few = functools.partial(hypothesis.settings, suppress_health_check=[hypothesis.H
 @against_the_reference
 @few(max_examples=8)
 @hypothesis.given(sizes=SHAPES, data=st.data())
+@pytest.mark.slow
 def test_random_calls_split_anywhere_agree_with_the_reference(implementation, sizes, data):
     groups = data.draw(st.sampled_from([g for g in (1, 2, 3, sizes["heads"]) if sizes["heads"] % g == 0]))
     split = data.draw(st.integers(0, sizes["seq"]))
@@ -717,6 +718,7 @@ def packed_value_and_gradients(implementation):
 
 @few(max_examples=4)
 @hypothesis.given(mapped=st.sets(st.sampled_from(MAPPABLE), min_size=1))
+@pytest.mark.slow
 def test_vmap_over_any_subset_of_arguments_equals_a_loop(implementation, mapped):
     arrays = base_arrays(batch=2, seq=36, heads=2, groups=1, gate=True, bias=True)
     arrays["segment_ids"] = jnp.asarray(np.repeat([[3, -1, 2, 2], [0, 1, 1, 5]], 9, axis=1))

@@ -91,6 +91,7 @@ def test_windows_of_two_types_are_refused():
         plan_cuda_mixer.step(dataclasses.replace(p, operands=operands))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_jax():
     p, spec = mixer_problem(batch=1, heads=2, groups=1, head_dim=4, state=4)
     operands = random_operands(p)

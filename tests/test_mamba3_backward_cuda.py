@@ -71,6 +71,7 @@ def test_tiles_of_fewer_rows_give_what_larger_ones_do():
 
 
 @pytest.mark.parametrize(("rank", "gate"), [(None, True), (None, False), (2, True)])
+@pytest.mark.slow
 def test_heads_of_one_block_give_what_heads_of_their_own_blocks_give(rank, gate):
     p = problem(batch=1, seq=40, heads=5, rank=rank, gate=gate, initial=True, final=True)
     config = heuristic(p, ["sm_90"])
@@ -97,6 +98,7 @@ def test_bounds_out_of_order_end(bounds):
     assert found["grad_v"].shape == (1, 40, 1, 8)
 
 
+@pytest.mark.slow
 def test_slices_of_the_batch_give_what_all_of_it_gives():
     p = problem(batch=2, seq=40, heads=1, rank=None, initial=True, final=True)
     config = heuristic(p, ["sm_90"])

@@ -86,6 +86,7 @@ def test_bounds_out_of_order_end(bounds):
     assert cuda_emulator.run(planned(call), operands)["y"].shape == (1, 300, 2, 16)
 
 
+@pytest.mark.slow
 def test_traced_boundaries_that_are_not_sound(monkeypatch):
     arrays: dict[str, Any] = Call(
         "packed", batch=1, seq=40, heads=2, groups=1, rank=1, dtype="float32", options=""

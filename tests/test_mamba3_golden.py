@@ -75,6 +75,7 @@ def check_state(state: Mamba3State, rotary: str, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("rotary, norm", [("pairwise", True), ("half", False)])
+@pytest.mark.slow
 def test_the_forward_kernels(rotary, norm, monkeypatch):
     with kernels(monkeypatch):
         y, state = jax_ssd.mamba3(

@@ -84,6 +84,7 @@ def one_example():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.slow
 def test_vmap_equals_a_loop(pattern, one_example):
     axes, given = mapped(pattern, PLAIN)
     function = jax.value_and_grad(functools.partial(total, case=PLAIN))
@@ -107,6 +108,7 @@ def test_nested_vmap_equals_a_loop(one_example):
             assert_close(jax.tree.map(lambda a, i=i, j=j: a[i, j], got), one_example(one))
 
 
+@pytest.mark.slow
 def test_packs_are_mapped_with_boundaries_and_states_of_their_own():
     """What the refusal of a second row beside cu_seqlens advises."""
     case = dataclasses.replace(PLAIN, batch=1, cu_seqlens=(0, 3, 3, 20))

@@ -257,6 +257,7 @@ def test_every_way_to_map_a_training_step_averages_gradients(kind):
 
 
 @pytest.mark.parametrize("mixer", [{}, {"mixer": "mamba3", "mimo_rank": 2}], ids=["mamba2", "mamba3"])
+@pytest.mark.slow
 def test_on_a_mesh_with_explicit_axes(mixer):
     """Training and generation, sharded by batch as the tokens are."""
     graphdef, params = build(layers=1, **mixer)

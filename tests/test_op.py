@@ -21,6 +21,7 @@ def scan(arrays, **options):
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.slow
 def test_without_jit(implementation):
     arrays = CASE.inputs()
 

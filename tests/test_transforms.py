@@ -111,6 +111,7 @@ def test_other_derivatives_are_refused_in_words(call, transform, jitted):
 
 
 @pytest.mark.parametrize("call", ["mamba2", "mamba2_step"])
+@pytest.mark.slow
 def test_the_reference_has_all_derivatives(call, x64):
     function, moving = called(call, "reference")
     moving = {name: jnp.asarray(np.asarray(array), "float64") for name, array in moving.items()}
