@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_ssd
 from jax_ssd import launch
 from jax_ssd.launch import (
     ArrayArg,
@@ -24,8 +25,6 @@ from jax_ssd.launch import (
 )
 
 SOURCE = str(Path(__file__).with_name("launch_kernels.cu"))
-# Captures everything that can be captured, however little it is.
-CAPTURE = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE", "xla_gpu_graph_min_graph_size": "1"}
 
 
 def kernel(name: str) -> CudaKernel:
@@ -71,7 +70,7 @@ def test_scratch_shared_memory_alias_and_dependent_launch():
     assert state.item() == 5  # not donated: XLA copies it first
 
 
-@pytest.mark.parametrize("options", [{}, CAPTURE], ids=["launched", "captured"])
+@pytest.mark.parametrize("options", [{}, jax_ssd.LOOP_AS_GRAPH], ids=["launched", "captured"])
 def test_a_loop_in_place(options):
     run = launch.runner(accumulate_plan())
 
@@ -85,7 +84,7 @@ def test_a_loop_in_place(options):
 
 def test_captured_calls_are_replayed_on_new_buffers():
     run = launch.runner(scale_plan())
-    twice = jax.jit(lambda x: run(run(x)[0] + 1.0)[0], compiler_options=CAPTURE)
+    twice = jax.jit(lambda x: run(run(x)[0] + 1.0)[0], compiler_options=jax_ssd.LOOP_AS_GRAPH)
     for value in range(4):
         y = twice(jnp.full((SIZE,), float(value), jnp.float32))
         steps = np.arange(SIZE, dtype=np.float32)

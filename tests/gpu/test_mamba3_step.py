@@ -70,7 +70,6 @@ def test_fifty_calls_give_the_same_bits():
 
 # A scan of steps.
 
-CAPTURE = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE", "xla_gpu_graph_min_graph_size": "1"}
 SIZES: dict[str, Any] = {"heads": 8, "groups": 2, "state": 128, "head_dim": 64, "pairs": 32}
 SCANNED: dict[str, Any] = {"batch": 3, "seq": 24, "rank": 4, "initial": True, **SIZES}
 
@@ -100,7 +99,7 @@ def test_captured_steps_equal_uncaptured_ones_and_the_sequence(changes):
     state = jax.tree.map(jnp.asarray, arrays.pop("initial_state"))
     kept = jax.tree.map(np.asarray, state)
     last, y = decode(arrays)(state, by_token(arrays))
-    captured = decode(arrays, CAPTURE)(state, by_token(arrays))
+    captured = decode(arrays, jax_ssd.LOOP_AS_GRAPH)(state, by_token(arrays))
     jax.tree.map(np.testing.assert_array_equal, captured, (last, y))
     jax.tree.map(np.testing.assert_array_equal, state, kept)
     wide: dict[str, Any] = {n: np.asarray(a, np.float64) for n, a in arrays.items() if a is not None}
