@@ -16,7 +16,18 @@ import torch
 from benchmarks import mamba3, rows, timing
 from benchmarks.cases import Case
 from benchmarks.floors import necessary_bytes
-from benchmarks.inputs import PARAMETERS, checked, compared, dtypes, operand_names, planted, shapes
+from benchmarks.inputs import (
+    PARAMETERS,
+    checked,
+    compared,
+    dtypes,
+    main_state,
+    operand_names,
+    planted,
+    shapes,
+    step_state,
+    token,
+)
 from benchmarks.peers.base import Peer, Variant
 
 Tensors = dict[str, torch.Tensor]
@@ -53,6 +64,7 @@ def build(
 
         saved = {name: tensor.clone() for name, tensor in sets[0].items()}
         _plant(case, sets[0], given)
+        peer.settle()
         outputs = execute() or outputs
         synchronize()
         errors = _errors(case, pass_name, outputs[0], sets[0], reference)
@@ -60,6 +72,7 @@ def build(
         with torch.no_grad():
             for name, tensor in sets[0].items():
                 tensor.copy_(saved[name])  # a cotangent of zeros would make the timed call cheaper than a real one
+        peer.settle()
         del saved
 
         time = timing.measure(execute, synchronize, count, effort)
@@ -88,7 +101,8 @@ def _small(case: Case) -> Case:
 def _passed(case: Case, pass_name: str) -> int:
     """Bytes of what a call is given."""
     size, kind = shapes(case), dtypes(case)
-    names = {*operand_names(case)} | {"forward_backward": {"dy"}, "step": {"state_in"}}.get(pass_name, set())
+    states = {name for name in size if name.startswith("state_")}
+    names = {*operand_names(case)} | {"forward_backward": {"dy"}, "step": states}.get(pass_name, set())
     return sum(int(np.prod(size[name])) * (4 if kind[name] == "float32" else 2) for name in names)
 
 
@@ -153,9 +167,8 @@ def _call(peer: Peer, case: Case, pass_name: str, variant: Variant) -> Callable[
     step = peer.step(case, variant)
 
     def run_step(drawn: Tensors) -> tuple[torch.Tensor, Any]:
-        token = (drawn[name] if name in PARAMETERS else drawn[name][:, 0] for name in names)
         with torch.no_grad():
-            return step(drawn["state_in"], *token)[1], None
+            return step(step_state(case, drawn), *token(case, drawn))[1], None
 
     return run_step
 
@@ -197,7 +210,7 @@ def _errors(
 ) -> dict[str, float]:
     y, gradients = output
     if pass_name == "step":
-        got = {"y": (y[-1], "step_y"), "state": (drawn["state_in"][-1], "step_state")}
+        got = {"y": (y[-1], "step_y"), "state": (main_state(case, step_state(case, drawn))[-1], "step_state")}
     else:
         got = {"y": (torch.stack(compared(case, "dy", y[-1])), "y")}
         for name, value in zip(operand_names(case), gradients or (), strict=False):

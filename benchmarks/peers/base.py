@@ -61,6 +61,9 @@ class Peer:
         """Around a call at a size that only serves to compile: what is tuned meanwhile does not stay."""
         return contextlib.nullcontext()
 
+    def settle(self) -> None:
+        """After operands were written over: what a peer makes of them once, outside of what is timed."""
+
     def notes(self) -> dict[str, Any]:
         """Facts for the result file: versions, tuned configurations."""
         return {}
