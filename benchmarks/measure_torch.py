@@ -51,7 +51,7 @@ def build(
     count = 1 if nbytes > PROGRAM_BYTES else timing.calls_per_program(nbytes, peer.most_calls)
     given = checked(case)
     little = _small(case)
-    with peer.rehearsal():
+    with peer.rehearsal(case):
         _call(peer, little, pass_name, variant)(random_operands(little, 0))
         synchronize()
 

@@ -57,8 +57,8 @@ class Peer:
         """(state, *operands of one token) -> (state, y); torch peers update the state in place."""
         raise NotImplementedError
 
-    def rehearsal(self) -> contextlib.AbstractContextManager[None]:
-        """Around a call at a size that only serves to compile: what is tuned meanwhile does not stay."""
+    def rehearsal(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        """Around a smaller call that only serves to compile what `case` runs: what is tuned meanwhile does not stay."""
         return contextlib.nullcontext()
 
     def settle(self) -> None:

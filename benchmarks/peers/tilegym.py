@@ -44,7 +44,7 @@ class TileGym(Peer):
         mamba2.exhaustive_search = search_some
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def rehearsal(self, case: Case) -> Iterator[None]:
         """Compiles each configuration, into the compiler's cache on disk, without timing any."""
         caches = [value for name, value in vars(self.kernels).items() if name.endswith("_tune_cache")]
         before = [set(cache) for cache in caches]
