@@ -21,15 +21,15 @@ FILE = "mamba3_backward.cu"
 # By warpgroups, of sm_90.
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
-WALK_TEAM, CHUNK_TEAMS, STARTS_THREADS, CLUSTER_THREADS = 256, 512, 256, 256
+WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
 TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
 SMALL_ROWS = 32  # where memory is scarce
-# Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it rounding
-# errors add up. 16-bit states of all chunks by the general kernels.
-SPAN, WARPGROUP_SPAN = {"bfloat16": 1, "float32": 128}, 128
+# Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it the
+# rounding errors of its chunks' states add up. 16-bit states of all chunks by the general kernels.
+SPAN, SPAN_CHUNKS, SPAN_THREADS = {"bfloat16": 1, "float32": 128}, 8, 256
 LARGEST_STATE = 256
 LARGEST_HEAD_DIM = 128
 LARGE_ROWS_STATE = 128  # up to which registers hold the gradients of so many rows of q or k
@@ -264,8 +264,9 @@ class _Builder:
         self.chunks = pieces(p, config.tokens)
         self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
         self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
-        span = WARPGROUP_SPAN if config.warpgroups else SPAN[p.dtype]
-        self.span = max(1, span // config.tokens) * config.tokens
+        self.span = max(1, SPAN[p.dtype] // config.tokens) * config.tokens
+        if config.warpgroups:  # a thread takes eight tokens
+            self.span = min(SPAN_CHUNKS * config.tokens, SPAN_THREADS // _lanes(p) * 8)
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _wide(p)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
@@ -279,12 +280,16 @@ class _Builder:
             **dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads),
             "moments": (p.batch, p.heads, pieces(p, self.span), p.pairs),
         }
+        self.moments = not config.warpgroups or "d_state_ssm" in p.given  # else they are made where they are read
+        if not self.moments:
+            del floats["moments"]
         if p.dtype == "float32":
             floats["rest"] = heads
         if self.summed_parts:
             floats |= dict.fromkeys(("q_sums", "k_sums"), (config.parts, *p.given["q"].shape))
         if self.segments > 1:
-            floats["ends"] = (2, p.batch, p.heads, self.segments, p.head_dim, p.state)
+            totals = (2, p.batch, p.heads, self.segments)
+            floats |= {"totals": totals, "ends": (*totals, p.head_dim, p.state)}
         if "state_ssm" in p.given:
             floats["d_delta"] = (p.batch, p.sequences, p.heads)
             if "mimo_v" in p.given:
@@ -309,16 +314,17 @@ class _Builder:
         arrays, weights = ("q", "k", "v", "z", "dy"), ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z")
         inputs = (*arrays, "normed", *weights)
         walk = (*inputs, "f", "decay", "rest", "grad_angles", *steps, *STATE[1:], "d_state_ssm", "cu_seqlens")
-        walk += ("states", "adjoints", "grad_state_ssm")
-        chunk = (*inputs, "D", "gamma", "f", "decay", "rest", "states", "adjoints", *final, "cu_seqlens")
+        walked = ("states", "adjoints")
+        walk += (*walked, "grad_state_ssm")
+        chunk = (*inputs, "D", "gamma", "f", "decay", "rest", *walked, *final, "cu_seqlens")
         chunk += ("grad_angles", "grad_adt", "d_f", "d_gamma", "grad_v", "grad_z", "q_sums", "k_sums", "records")
         normalize = (*arrays, *weights, "D", "norm_weight", "gamma", "f", "decay", "rest", "grad_angles", "states")
         normalize += ("cu_seqlens", "normed", "grad_z", "records")
         state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", *final, "cu_seqlens", "grad_state_angle")
         state += ("grad_state_k", "grad_state_v", "mimo_of_states", "d_delta")
         parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
-        time = ("angles", *steps, "d_f", "d_gamma", "moments", "d_delta", "cu_seqlens", "grad_angles", "grad_dt")
-        time += ("grad_trap", "grad_state_angle")
+        time = ("angles", *steps, "d_f", "d_gamma", *(walked if self.config.warpgroups else ()), "moments", "d_delta")
+        time += ("cu_seqlens", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         spans = rows * pieces(p, self.span)
         return Plan(
@@ -358,10 +364,16 @@ class _Builder:
                     ("records", *(f"grad_{name}" for name in parameters), "mimo_of_states"),
                     template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
                 ),
-                self.sums(
-                    "moments", (spans * p.pairs, 1), ("states", "adjoints", "grad_angles", "cu_seqlens", "moments")
+                *(
+                    [self.sums("moments", (spans * p.pairs, 1), (*walked, "grad_angles", "cu_seqlens", "moments"))]
+                    if self.moments
+                    else []
                 ),
-                self.launch("time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time),
+                self.warpgroup_time(time)
+                if self.config.warpgroups
+                else self.launch(
+                    "time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time
+                ),
             ),
         )
 
@@ -391,18 +403,13 @@ class _Builder:
         segments = (self.segments, self.segment_chunks)
         general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
         schedule = tuple(name for name in schedule if name not in general)
-        walk = (*(name for name in walk if name not in general), "ends")
-        starts = ("decay", "mimo_v", "dt", "trap", *STATE[1:], "d_state_ssm", "ends")
+        walk = (*(name for name in walk if name not in general), "ends", "totals")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
             return launch(WALK_FILE, f"walk{ends_only}", grid, WALK_TEAM, walk, shared, segments)
 
-        launches = [walks(", false")]
-        if self.segments > 1:
-            grid = (p.state * p.head_dim // STARTS_THREADS, rows, 2)
-            between = launch(WALK_FILE, "starts", grid, STARTS_THREADS, starts, 0, segments)
-            launches = [walks(", true"), between, *launches]
+        launches = [walks(", true")] * (self.segments > 1) + [walks(", false")]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
@@ -412,6 +419,13 @@ class _Builder:
             *launches,
             launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
         ]
+
+    def warpgroup_time(self, time: tuple[str, ...]) -> Launch:
+        """A block a span of a head."""
+        p = self.problem
+        grid = (math.ceil(p.seq / self.span), p.batch * p.heads, 1)
+        arrays = tuple(name for name in time if name != "cu_seqlens")
+        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, self.span // 8 * _lanes(p), arrays)
 
     def warpgroup_launch(
         self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
@@ -511,6 +525,11 @@ def _chunk_shared(problem: Problem, rows: int, tokens: int) -> int:
     tables = phases if p.dtype == "float32" and phases <= 2 * rows * product else 2 * phases
     slots = 34 * rows + 24 + (3 * rows // SMALL_ROWS * ranks(p) * wide_head_dim if "mimo_v" in p.given else 0)
     return tiles + tables + 4 * slots
+
+
+def _lanes(problem: Problem) -> int:
+    """Lanes of a warp that share a token's pairs along time, four pairs each."""
+    return 8 if problem.pairs <= 32 else 16
 
 
 def _wide(problem: Problem) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-// The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with.
+// The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with, and
+// the gradients of angles and steps that they end in.
 //
-// A cluster of blocks takes a head of a row in rounds. A thread has four pairs of a run of neighbouring tokens, some
-// lanes share a run, so that a token's pairs are read at once. What is summed along time is summed in runs, then over
-// the runs of a warp, the warps of a block, the blocks.
+// A thread has four pairs of a run of neighbouring tokens, some lanes share a run, so that a token's pairs are read at
+// once. What is summed along time is summed in runs, then over the runs of a warp, the warps of a block. Phases are
+// summed over blocks as well: a cluster takes a head of a row in rounds.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -27,7 +28,7 @@ struct alignas(16) SumsMemory {
 template <typename T, int Lanes>
 struct ClusterSums {
   SumsMemory<T, 4 * Lanes>& memory;
-  int warp, block, blocks, round = 0;
+  int warp, block, blocks, round = 0;  // before the first round the block has arrived at the cluster's barrier
 
   struct alignas(16) Four {
     T x[4];
@@ -60,6 +61,7 @@ struct ClusterSums {
         if (w < warp) beyond[e] += other.x[e];
       }
     }
+    if (round == 0) cluster_wait();  // all blocks are there
     if (warp < blocks && lane < Lanes) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -98,11 +100,36 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  cluster_barrier();  // all blocks are there
+  cluster_arrive();
   const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const long long head = ((long long)b * C::kHeads + h) * seq;
   adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
+
+  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
+  const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
+  const bool paired = pair < C::kPairs;
+  const long long row = (long long)b * C::kHeads + h, first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
+  angles += first, phases += first - pair;
+  unsigned before[4] = {};  // all earlier rounds
+  if constexpr (C::kState) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) before[e] = paired ? phase_of_radians(start[row * C::kPairs + pair + e]) : 0;
+  }
+  float4 angle[kRun];
+  float step[kRun];
+  const auto load = [&](int begin) {
+    const float* from = angles + begin * R::kNext;
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+      const bool there = begin + j < seq;
+      angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), step[j] = 0.0f;
+      if (there && paired) angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
+      if (there) step[j] = __ldg(dt + begin + j);
+    }
+  };
+  int begin = (block * kTimeWarps * R::kOfWarp + run) * kRun;
+  load(begin);
 
   for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
     const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
@@ -127,29 +154,8 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
     if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
   }
 
-  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
-  const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
-  const bool paired = pair < C::kPairs;
-  const long long row = (long long)b * C::kHeads + h, first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
-  angles += first, phases += first - pair;
-  unsigned before[4] = {};  // all earlier rounds
-  if constexpr (C::kState) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) before[e] = paired ? phase_of_radians(start[row * C::kPairs + pair + e]) : 0;
-  }
 #pragma unroll 1
-  for (int begin = (block * kTimeWarps * R::kOfWarp + run) * kRun, left = seq; left > 0;
-       begin += blocks * R::kTokensOfBlock, left -= blocks * R::kTokensOfBlock) {
-    const float* from = angles + begin * R::kNext;
-    float4 angle[kRun];
-    float step[kRun];
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      const bool there = begin + j < seq;
-      angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), step[j] = 0.0f;
-      if (there && paired) angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
-      if (there) step[j] = __ldg(dt + begin + j);
-    }
+  for (int left = seq; left > 0; left -= blocks * R::kTokensOfBlock) {
     unsigned sum[kRun][4], total[4] = {}, ahead[4], all[4];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
@@ -174,6 +180,145 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
                                      __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
       if (begin + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
+    begin += blocks * R::kTokensOfBlock;
+    if (left > blocks * R::kTokensOfBlock) load(begin);
+  }
+}
+
+// The thread's part of the moments of the state between two chunks with its adjoint, of its four pairs: the sum over p
+// of dS_a S_b - dS_b S_a for the columns a and b of a pair. Part: which of Parts threads with these pairs it is.
+template <class C, int Parts>
+__device__ __forceinline__ void add_moments(float (&sum)[4], const bf16* adjoint, const bf16* state, int pair,
+                                            int part) {
+  const int panel = pair / 32 * (64 * C::kP), unit = pair % 32 / 4;
+#pragma unroll
+  for (int p = part; p < C::kP; p += Parts) {
+    const int at = panel + p * 64 + (unit ^ p % 8) * 8;
+    float x[8], y[8];
+    unpack8(read_once(adjoint + at), x);
+    unpack8(read_once(state + at), y);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] += x[2 * e] * y[2 * e + 1] - x[2 * e + 1] * y[2 * e];
+  }
+}
+
+// What angles, dt and trap get, from what the phases do, which is in the memory of the angles' gradient. A block has a
+// span of tokens. All that comes after it is the moment of the state there with its adjoint (see mamba3_moments, which
+// makes them ahead if the final state has a cotangent). d_delta: of the weight of an initial state's key.
+template <class C, int Span>
+__global__ void __launch_bounds__(Span / kRun * Runs<C>::kLanes, 512 / (Span / kRun * Runs<C>::kLanes))
+    mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
+                         const float* d_gamma, const bf16* states, const bf16* adjoints, const float* moments,
+                         const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start, int batch,
+                         int seq) {
+  using R = Runs<C>;
+  constexpr int kLanes = R::kLanes, kThreads = Span / kRun * kLanes, kWarps = kThreads / 32;
+  constexpr float kPi = 3.14159265358979f;
+  static_assert(kThreads % 32 == 0 && kThreads <= 512 && Span % C::kTokens == 0);
+  __shared__ float4 runs[kWarps][kLanes], ahead[kWarps][kLanes];
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  const int span = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, pair = lane % kLanes * 4;
+  const int run = threadIdx.x / kLanes, begin = span * Span + run * kRun, next = (span + 1) * Span;
+  const int own = begin + lane % kLanes * kRun / kLanes;  // one token of each lane, or of two lanes
+  const bool paired = pair < C::kPairs;
+  const long long row = (long long)b * C::kHeads + h, head = row * seq;
+  const long long first = ((long long)b * seq + begin) * R::kNext + h * C::kPairs + pair;
+  dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
+  angles += first, d_angles += first;
+
+  float4 phase[kRun], angle[kRun];
+  float step[kRun];
+#pragma unroll
+  for (int j = 0; j < kRun; ++j) {
+    const bool there = begin + j < seq;
+    phase[j] = angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    step[j] = there ? __ldg(dt + begin + j) : 0.0f;
+    if (there && paired) {
+      phase[j] = *reinterpret_cast<const float4*>(d_angles + j * R::kNext);
+      angle[j] = __ldg(reinterpret_cast<const float4*>(angles + j * R::kNext));
+    }
+  }
+  float own_step = 0.0f, mix = 0.0f, weight = 0.0f, before = 0.0f;
+  if (own < seq) {
+    own_step = __ldg(dt + own), mix = 1.0f / (1.0f + expf(-__ldg(trap + own)));
+    weight = __ldg(d_f + own) + __ldg(d_gamma + own);
+    before = own > 0 ? __ldg(d_f + own - 1) : C::kState ? d_delta[row] : 0.0f;
+  }
+  float moment[4] = {};
+  if (next < seq && paired) {
+    if constexpr (C::kFinal) {
+      const long long at = (row * ((seq + Span - 1) / Span) + span) * C::kPairs + pair;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) moment[e] = run == 0 ? moments[at + e] : 0.0f;
+    } else {
+      const long long chunks = (seq + C::kTokens - 1) / C::kTokens;
+      const long long at = (row * chunks + next / C::kTokens) * (C::kP * C::kN);
+      add_moments<C, kThreads / kLanes>(moment, adjoints + at - C::kP * C::kN, states + at, pair, run);
+    }
+  }
+
+  float total[4] = {};  // of the run and those of the warp after it
+#pragma unroll
+  for (int j = kRun - 1; j >= 0; --j) {
+    total[0] += phase[j].x, total[1] += phase[j].y, total[2] += phase[j].z, total[3] += phase[j].w;
+  }
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float other = __shfl_down_sync(0xffffffff, total[e], offset);
+      total[e] += lane + offset < 32 ? other : 0.0f;
+      moment[e] += __shfl_xor_sync(0xffffffff, moment[e], offset);
+    }
+  }
+  if (lane < kLanes) {
+    runs[warp][lane] = make_float4(total[0], total[1], total[2], total[3]);
+    ahead[warp][lane] = make_float4(moment[0], moment[1], moment[2], moment[3]);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {  // from here on of all that comes after the run
+    const float other = __shfl_down_sync(0xffffffff, total[e], kLanes);
+    total[e] = lane + kLanes < 32 ? other : 0.0f;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    float4 other = ahead[w][lane % kLanes];
+    total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+    if (w > warp) {
+      other = runs[w][lane % kLanes];
+      total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+    }
+  }
+
+  float d_step[kRun];
+#pragma unroll
+  for (int j = kRun - 1; j >= 0; --j) {
+    const float of_phase[4] = {phase[j].x, phase[j].y, phase[j].z, phase[j].w};
+    const float of_angle[4] = {angle[j].x, angle[j].y, angle[j].z, angle[j].w};
+    float x[4];
+    d_step[j] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      total[e] += of_phase[e];
+      const float tail = tail_of_tanh(of_angle[e]), turned = kPi * total[e];
+      x[e] = turned * step[j] * (4.0f * tail * (1.0f - tail));
+      d_step[j] += turned * (1.0f - 2.0f * tail);
+    }
+    if (begin + j < seq && paired) store4(d_angles + j * R::kNext, make_float4(x[0], x[1], x[2], x[3]));
+  }
+  if constexpr (C::kState) {
+    if (begin == 0 && paired) {
+      store4(d_start + row * C::kPairs + pair, make_float4(total[0], total[1], total[2], total[3]));
+    }
+  }
+  share_sums<kRun, kLanes / 2, kLanes / kRun>(d_step);
+  if constexpr (kLanes == 16) d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], 1);
+  if (own < seq && lane % (kLanes / kRun) == 0) {
+    d_dt[own] = d_step[0] + mix * weight + (1.0f - mix) * before;
+    d_trap[own] = own_step * (weight - before) * mix * (1.0f - mix);
   }
 }
 

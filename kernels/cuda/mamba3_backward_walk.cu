@@ -3,8 +3,8 @@
 //
 //   s <- exp(a_last) s + V' diag(f exp(a_last - a)) K        T <- exp(a_last) T + dO' diag(exp(a)) Q
 //
-// With more than one segment, every segment is first walked from zeros to its end; `mamba3_backward_starts` makes from
-// the ends what the segments begin with.
+// With more than one segment, every segment is first walked from zeros to its end; from the ends of all segments before
+// it a second walk makes what its own begins with.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -18,7 +18,7 @@ struct WalkArrays {
   const unsigned short* phases;
   const float *dt, *trap, *state_ssm, *state_k, *state_v, *d_final;
   bf16 *states, *adjoints;
-  float *d_state_ssm, *ends;
+  float *d_state_ssm, *ends, *totals;
   int batch, seq, segments, segment_chunks;
 };
 
@@ -78,7 +78,7 @@ struct Walker {
   struct Raw {
     uint4 key[kKeyTokens][C::kRank], value[kValueTokens], gate[kValueTokens];
     uint2 phase[kKeyTokens];
-    float scale[kValueTokens], total;
+    float decay[kValueTokens], f[kValueTokens], total;
   };
 
   static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
@@ -106,8 +106,8 @@ struct Walker {
       const long long t = min(own, end);
       raw.value[i] = read_once(value + t * (C::kHeads * C::kP));
       if constexpr (Backward && C::kGate) raw.gate[i] = read_once(gate + t * (C::kHeads * C::kP));
-      const float a = decay[t], scale = Backward ? exp2_fast(a) : f[t] * exp2_fast(raw.total - a);
-      raw.scale[i] = own <= end ? scale : 0.0f;
+      raw.decay[i] = decay[t];
+      raw.f[i] = own > end ? 0.0f : Backward ? 1.0f : f[t];
     }
   }
 
@@ -153,10 +153,11 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = value_row(i), own = kOneToken ? 0 : i;
+      const float scale = raw.f[own] * exp2_fast(Backward ? raw.decay[own] : raw.total - raw.decay[own]);
       float x[8], weight[8];
       unpack8(raw.value[own], x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] *= raw.scale[own];
+      for (int e = 0; e < 8; ++e) x[e] *= scale;
       if constexpr (C::kWeighted) {
         load8(weights + row % C::kRank * C::kP, weight);
 #pragma unroll
@@ -181,8 +182,8 @@ struct Walker {
     const int row = thread / 32 % 4 * 16 + lane / 4, column = team * 64 + lane % 4 * 2;
     const long long head = (long long)b * C::kHeads + h;
     const long long param = ((long long)C::param_row(b) * C::kHeads + h) * C::kRank;
-    float* end = in.ends +
-                 ((Backward ? (long long)in.batch * C::kHeads + head : head) * in.segments + segment) * (C::kP * C::kN);
+    const long long line = (Backward ? (long long)in.batch * C::kHeads + head : head) * in.segments;
+    float *ends = in.ends + line * (C::kP * C::kN), *totals = in.totals + line;
 
     float* bias = reinterpret_cast<float*>(memory + Memory::kBias);
     for (int i = thread; i < C::kRank * C::kN; i += kWalkThreads) {
@@ -200,35 +201,65 @@ struct Walker {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8 + i % 2;
-      state[i] = ends_only ? 0.0f : in.segments > 1 ? end[p * C::kN + n] : outer_state<C>(in, Backward, b, h, p, n);
+      state[i] = ends_only ? 0.0f : outer_state<C>(in, Backward, b, h, p, n);
+    }
+    if (!ends_only) {
+#pragma unroll 2
+      for (int before = Backward ? in.segments - 1 : 0; before != segment; before += Backward ? -1 : 1) {
+        const float keep = exp2_fast(totals[before]);
+        const float* own = ends + before * (C::kP * C::kN);
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) {
+          const float2 x = *reinterpret_cast<const float2*>(own + (row + i / 2 % 2 * 8) * C::kN + column + i / 4 * 8);
+          state[i] = keep * state[i] + x.x, state[i + 1] = keep * state[i + 1] + x.y;
+        }
+      }
     }
     bf16* stored = (Backward ? in.adjoints : in.states) + head * chunks * (C::kP * C::kN);
+    const auto chunk_of = [&](int step) { return Backward ? begin + steps - 1 - step : begin + step; };
     Raw raw;
-    load(raw, Backward ? begin + steps - 1 : begin);
+    load(raw, chunk_of(0));
+    // The second buffer is zero, so that the first product is none.
+    for (int i = thread; i < 3 * kPanel / 16; i += kWalkThreads) {
+      const int at = i < 2 * kPanel / 16 ? Memory::kKeys + 2 * kPanel + 16 * i : Memory::kValues - kPanel + 16 * i;
+      *reinterpret_cast<uint4*>(memory + at) = make_uint4(0, 0, 0, 0);
+    }
+    fence_async_proxy();
     __syncthreads();
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      const int chunk = Backward ? begin + steps - 1 - step : begin + step, buffer = step % 2;
-      const float keep = exp2_fast(raw.total);
-      const unsigned out = shared_address(memory) + Memory::kOut + buffer * 2 * kPanel;
-      stage(raw, buffer);
-      if (!ends_only) store_panel(out + team * kPanel, state);
-      if (step + 1 < steps) load(raw, Backward ? chunk - 1 : chunk + 1);
-      if (step + 3 < steps) want_chunk(Backward ? chunk - 3 : chunk + 3);
-      fence_async_proxy();
-      if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
-      __syncthreads();
-      if (!ends_only && thread == 0) {
-        copy_line_out(stored + (long long)chunk * (C::kP * C::kN), out, 2 * kPanel);
-        copies_commit();
-      }
-      const unsigned keys = shared_address(memory) + Memory::kKeys + buffer * 2 * kPanel + team * kPanel,
-                     values = shared_address(memory) + Memory::kValues + buffer * kPanel;
+    float total = 0.0f, all = 0.0f;
+    const auto multiply = [&](int step) {  // the state after that chunk
+      const unsigned keys = shared_address(memory) + Memory::kKeys + step % 2 * 2 * kPanel + team * kPanel,
+                     values = shared_address(memory) + Memory::kValues + step % 2 * kPanel;
+      const float keep = exp2_fast(total);
+      all += total;
 #pragma unroll
       for (int i = 0; i < 32; ++i) state[i] *= keep;
       wgmma_fence();
       multiply_tiles<64, 4, true, true>(state, values, keys, true);
       wgmma_commit();
+    };
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const unsigned out = shared_address(memory) + Memory::kOut + step % 2 * 2 * kPanel;
+      multiply(step + 1);  // of the chunk before, while this one's rows are made
+      stage(raw, step % 2);
+      total = raw.total;
+      if (step + 1 < steps) load(raw, chunk_of(step + 1));
+      if (step + 3 < steps) want_chunk(chunk_of(step + 3));
+      wgmma_wait<0>();
+      pin(state);
+      if (!ends_only) store_panel(out + team * kPanel, state);
+      fence_async_proxy();
+      if (thread == 0) copies_wait_read<0>();  // the other buffer is free after the barrier
+      __syncthreads();
+      if (!ends_only && thread == 0) {
+        copy_line_out(stored + (long long)chunk_of(step) * (C::kP * C::kN), out, 2 * kPanel);
+        copies_commit();
+      }
+    }
+    const bool keeps_last = ends_only || (C::kState && Backward && segment == 0);
+    if (keeps_last) {
+      multiply(steps + 1);
       wgmma_wait<0>();
       pin(state);
     }
@@ -236,8 +267,9 @@ struct Walker {
 #pragma unroll
       for (int i = 0; i < 32; i += 2) {
         const int p = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
-        *reinterpret_cast<float2*>(end + p * C::kN + n) = make_float2(state[i], state[i + 1]);
+        *reinterpret_cast<float2*>(ends + (segment * C::kP + p) * C::kN + n) = make_float2(state[i], state[i + 1]);
       }
+      if (thread == 0) totals[segment] = all;
     } else if (C::kState && Backward && segment == 0) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -257,13 +289,13 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
                          const float* mimo_z, const float* f, const float* decay, const unsigned short* phases,
                          const float* dt, const float* trap, const float* state_ssm, const float* state_k,
                          const float* state_v, const float* d_final, bf16* states, bf16* adjoints, float* d_state_ssm,
-                         float* ends, int batch, int seq, int segments, int segment_chunks) {
+                         float* ends, float* totals, int batch, int seq, int segments, int segment_chunks) {
   extern __shared__ __align__(1024) char shared[];
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  const WalkArrays in{q,       k,      v,        z,           dy,   q_bias, k_bias,    mimo_v,   mimo_o,
-                      mimo_z,  f,      decay,    phases,      dt,   trap,   state_ssm, state_k,  state_v,
-                      d_final, states, adjoints, d_state_ssm, ends, batch,  seq,       segments, segment_chunks};
+  const WalkArrays in{q,        k,           v,      z,      dy,    q_bias,    k_bias,   mimo_v,        mimo_o,  mimo_z,
+                      f,        decay,       phases, dt,     trap,  state_ssm, state_k,  state_v,       d_final, states,
+                      adjoints, d_state_ssm, ends,   totals, batch, seq,       segments, segment_chunks};
   const int h = blockIdx.x % C::kHeads, b = blockIdx.x / C::kHeads, segment = blockIdx.y;
   if (blockIdx.z == 0) {
     if (EndsOnly && segment == segments - 1) return;  // nothing follows
@@ -271,37 +303,6 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   } else {
     if (EndsOnly && segment == 0) return;
     Walker<C, true>(in, shared, b, h).walk(segment, EndsOnly);
-  }
-}
-
-// From the ends of the segments, each walked from zeros, to what the segments begin with, in their place. Blocks: (part
-// of the state, head of a row, direction), a thread an element.
-template <class C>
-__global__ void __launch_bounds__(kWalkThreads)
-    mamba3_backward_starts(const float* decay, const float* mimo_v, const float* dt, const float* trap,
-                           const float* state_ssm, const float* state_k, const float* state_v, const float* d_final,
-                           float* ends, int batch, int seq, int segments, int segment_chunks) {
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
-  WalkArrays in{};
-  in.mimo_v = mimo_v, in.dt = dt, in.trap = trap, in.state_ssm = state_ssm, in.state_k = state_k, in.state_v = state_v;
-  in.d_final = d_final, in.seq = seq;
-  const int at = blockIdx.x * kWalkThreads + threadIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
-  const bool backward = blockIdx.z == 1;
-  const long long head = (long long)b * C::kHeads + h;
-  ends += (backward ? (long long)batch * C::kHeads + head : head) * segments * (C::kP * C::kN) + at;
-  decay += head * seq;
-  float state = outer_state<C>(in, backward, b, h, at / C::kN, at % C::kN);
-  for (int step = 0; step < segments; ++step) {
-    const int segment = backward ? segments - 1 - step : step;
-    const int begin = segment * segment_chunks * C::kTokens, end = min(begin + segment_chunks * C::kTokens, seq);
-    float* place = ends + (long long)segment * (C::kP * C::kN);
-    const float own = *place;
-    *place = state;
-    if (step == segments - 1) break;  // nothing follows, and nothing was walked
-    float total = 0.0f;
-    for (int t = begin; t < end; t += C::kTokens) total += decay[min(t + C::kTokens, end) - 1];
-    state = exp2_fast(total) * state + own;
   }
 }
 

@@ -47,10 +47,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 
 // All threads of the cluster that have not ended wait for each other, whole warps at a time.
-__device__ __forceinline__ void cluster_barrier() {
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_barrier() { cluster_arrive(), cluster_wait(); }
 
 // Four numbers at this address in the shared memory of a block of the cluster.
 __device__ __forceinline__ float4 load_from_block(unsigned address, unsigned rank) {
