@@ -371,9 +371,7 @@ class _Builder:
                 ),
                 self.warpgroup_time(time)
                 if self.config.warpgroups
-                else self.launch(
-                    "time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time
-                ),
+                else self.launch("time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time),
             ),
         )
 
