@@ -265,7 +265,7 @@ class _Builder:
         self.segment_chunks = math.ceil(self.chunks / min(config.segments, self.chunks))
         self.segments = math.ceil(self.chunks / self.segment_chunks) if config.warpgroups else 1
         self.span = max(1, SPAN[p.dtype] // config.tokens) * config.tokens
-        if config.warpgroups:  # a thread takes eight tokens
+        if config.warpgroups:  # of one block, whose threads take eight tokens each
             self.span = min(SPAN_CHUNKS * config.tokens, SPAN_THREADS // _lanes(p) * 8)
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _wide(p)
@@ -276,13 +276,10 @@ class _Builder:
             for b in moving
         )
         heads, states = (p.batch, p.heads, p.seq), (p.batch, p.heads, self.chunks, p.state, p.head_dim)
-        floats = {
-            **dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads),
-            "moments": (p.batch, p.heads, pieces(p, self.span), p.pairs),
-        }
-        self.moments = not config.warpgroups or "d_state_ssm" in p.given  # else they are made where they are read
-        if not self.moments:
-            del floats["moments"]
+        floats = dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads)
+        self.moments = not config.warpgroups or "d_state_ssm" in p.given  # else made where they are needed
+        if self.moments:
+            floats["moments"] = (p.batch, p.heads, pieces(p, self.span), p.pairs)
         if p.dtype == "float32":
             floats["rest"] = heads
         if self.summed_parts:
