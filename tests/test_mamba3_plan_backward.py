@@ -196,8 +196,9 @@ def test_few_heads_walk_a_row_in_segments():
     config = heuristic(problem(batch=1, seq=131_072, heads=32), ["sm_90"])
     assert config.segments == 4
     plan = backward(problem(batch=1, seq=131_072, heads=32), config)
-    assert [launch.name.split("<")[0] for launch in plan.launches[1:4]] == [
-        f"jax_ssd::mamba3_backward_{name}" for name in ("walk", "starts", "walk")
+    names = ("schedule", "walk", "walk", "chunk")
+    assert [launch.name.split("<")[0] for launch in plan.launches[:4]] == [
+        f"jax_ssd::mamba3_backward_{n}" for n in names
     ]
     with pytest.raises(ValueError, match="at least 1"):
         dataclasses.replace(config, segments=0)
