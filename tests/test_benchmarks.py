@@ -1,13 +1,14 @@
 """The benchmark harness, end to end at a tiny size. What it measures here is not looked at, only that it is sound."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, timing, worker
-from benchmarks.peers import base, own
+from benchmarks.peers import base, mamba_ssm, own
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -328,3 +329,17 @@ def test_plots(tmp_path):
     plot.main([str(tmp_path / "some.json"), "--output", str(tmp_path / "plots")])
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert {"some-forward.png", "some-step.svg", "sweep-forward-length.svg", "sweep-forward-state.png"} <= names
+
+
+def test_mamba_ssm_compiles_for_the_sizes_of_a_call_or_of_the_case_that_is_rehearsed():
+    peer = object.__new__(mamba_ssm.MambaSsm)
+    peer.rehearsed = None
+    module = SimpleNamespace(build=lambda *arguments, threads=128: (*arguments, threads))
+    peer._compile_for_sizes(module, "build")
+
+    def call(B=4, S=2048, H=32, G=1):
+        return module.build("B", "S", "H", "G", 128, threads=256)
+
+    assert call() == (4, 2048, 32, 1, 128, 256)
+    peer.rehearsed = (8, 16384, 32, 1)
+    assert call()(None) is None

@@ -369,6 +369,19 @@ struct Pipeline {
     fence_async_proxy();
   }
 
+  // Brings keys, queries and values of a chunk, whose rows are loaded at the end of the next turn, to the L2 cache:
+  // those who stage wait for them as soon as a turn begins.
+  __device__ __forceinline__ void bring(const Chunk& chunk) const {
+    constexpr int kRow = S::kState * 2 / 128, kRank = S::kGroups * S::kState, kValue = S::kHeads * S::kHeadDim;
+    const int thread = threadIdx.x % 128, row = thread / kRow;
+    if (row < chunk.count * S::kRank) {
+      const int at = row * kRank + thread % kRow * 64;
+      prefetch(rows_of(in.k, chunk.t) + at);
+      if constexpr (!H::kEnds) prefetch(rows_of(in.q, chunk.t) + at);
+    }
+    if (thread < chunk.count) prefetch(in.v + values_of(chunk.t) + thread * kValue);
+  }
+
   __device__ __forceinline__ void walk_state() const {
     float s[H::kSizeState];
 #pragma unroll
@@ -383,6 +396,7 @@ struct Pipeline {
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk after = all.after(), next = all.next(), now = all.now();
+      bring(all.later());
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
