@@ -21,7 +21,8 @@ CPP_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float
 CHUNK = 64  # tokens
 BLOCK = 64  # channels of one head whose states a warpgroup holds together
 TILE = CHUNK * BLOCK * 2  # bytes
-SCALARS = 4 * CHUNK * 4  # bytes of the decays of one chunk of one block
+STATE_SCALARS = 2 * CHUNK * 4  # bytes of the decays of one chunk of one block, where only its end state is wanted
+SCALARS = 2 * STATE_SCALARS + (16 + 32 + 48) * 4  # where y is
 WARPGROUP = 128  # threads
 MOST_WARPGROUPS = 2  # that compute; with a third there are too few registers
 MOST_BLOCKS = 4  # of a thread block: each of the four providing warps prepares the scalars of one
@@ -290,7 +291,8 @@ class _Forward:
         def bytes_of(slots: int, stages: int) -> int:
             barriers = 2 * (slots + stages + 1) + self.blocks_here
             tiles = slots * slot + stages * stage + (0 if state_only else 2 * stage)  # the last: S and y
-            return tiles + stages * self.blocks_here * SCALARS + 8 * barriers
+            scalars = stages * self.blocks_here * (STATE_SCALARS if state_only else SCALARS)
+            return tiles + scalars + 8 * barriers
 
         if state_only:
             slots = stages = max(n for n in range(1, MOST_STAGES + 1) if bytes_of(n, n) <= SHARED_MEMORY)

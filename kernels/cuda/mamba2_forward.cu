@@ -75,14 +75,29 @@ constexpr int PART = (Z::STATE + 64 * S::PARTS - 1) / (64 * S::PARTS) * 64;
 // The first lane's value, which the compiler then knows to be the same in all lanes.
 __device__ __forceinline__ int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
 
-// What the decays of one block make of a chunk. Where only end states are wanted, the first two are not, and the others
-// count to the segment's end.
-struct Scalars {
-  float decay[CHUNK];    // g
-  float source[CHUNK];   // g - log2(step): exp2(g_i - source_j) is exp2(g_i - g_j) step_j
+// What the decays of one block make of a chunk. Where only end states are wanted, these count to the segment's end and
+// the others are not there.
+struct StateScalars {
   float carried[CHUNK];  // exp2(g): of the state before the chunk, what is left at a token
   float leaving[CHUNK];  // exp2(g_last - source): of a token's x B, what is left at the chunk's end
 };
+struct PairScalars : StateScalars {
+  float decay[CHUNK];   // g
+  float source[CHUNK];  // g - log2(step): exp2(g_i - source_j) is exp2(g_i - g_j) step_j
+  float until[96];      // exp2(g_f - source) for f = 16, 32, 48, of the tokens before f, at `until_place(f / 16)`
+};
+template <bool StateOnly>
+struct ScalarsOf {
+  using Type = PairScalars;
+};
+template <>
+struct ScalarsOf<true> {
+  using Type = StateScalars;
+};
+template <class O>
+using Scalars = typename ScalarsOf<O::STATE_ONLY>::Type;
+
+__device__ constexpr int until_place(int tile) { return 8 * tile * (tile - 1); }
 
 // A stretch of chunks of one row, walked from a known start state.
 struct Piece {
@@ -145,7 +160,7 @@ struct Layout {
   static constexpr unsigned PAIRS = X + S::STAGES * STAGE;
   static constexpr unsigned Y = PAIRS + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
   static constexpr unsigned SCALARS = Y + (O::STATE_ONLY ? 0 : S::BLOCKS_HERE * TILE);
-  static constexpr unsigned BARRIERS = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars);
+  static constexpr unsigned BARRIERS = SCALARS + S::STAGES * S::BLOCKS_HERE * sizeof(Scalars<O>);
   // Each pair of barriers: what was asked for is there, and it is used up.
   static constexpr unsigned FULL = BARRIERS, EMPTY = FULL + 8 * S::SLOTS;
   static constexpr unsigned X_FULL = EMPTY + 8 * S::SLOTS, X_EMPTY = X_FULL + 8 * S::STAGES;
@@ -196,8 +211,8 @@ __device__ __forceinline__ void bring_x(unsigned shared, const Turn<S::STAGES>& 
 // The scalars of a chunk of one block, by a warp; each lane has two neighbouring tokens and their raw steps. `later`:
 // log2 decay of the chunks that follow in the segment, where only its end state is wanted; this one's is added.
 template <class Z, class O>
-__device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[2], int inside, float rate, float bias,
-                                                float low, float high, float& later) {
+__device__ __forceinline__ void compute_scalars(Scalars<O>& to, const float (&raw)[2], int inside, float rate,
+                                                float bias, float low, float high, float& later) {
   constexpr int LANES = 32 / Z::TOGETHER;  // of a batch row
   const int lane = threadIdx.x % 32, place = lane % LANES;
   float step[2], log[2];
@@ -226,43 +241,79 @@ __device__ __forceinline__ void compute_scalars(Scalars& to, const float (&raw)[
   }
   reinterpret_cast<float2*>(to.carried)[lane] = make_float2(exp2_fast(carried0), exp2_fast(carried1));
   reinterpret_cast<float2*>(to.leaving)[lane] = make_float2(exp2_fast(last - source0), exp2_fast(last - source1));
+  if constexpr (!O::STATE_ONLY) {
+    __syncwarp();
+#pragma unroll
+    for (int at = 0; at < 96; at += 32) {
+      const int i = at + lane, tile = i < 16 ? 1 : i < 48 ? 2 : 3;
+      to.until[i] = exp2_fast(to.decay[16 * tile] - to.source[i - until_place(tile)]);
+    }
+  }
 }
 
-// S of one block, 16-bit, from C B^T (s) to shared memory. Tiles of 16 x 16 above the diagonal stay as they are: zero.
-template <typename T, class Z>
-__device__ __forceinline__ void store_pairs(const float (&s)[32], const Scalars& scalars, unsigned tile, int warp,
-                                            int lane) {
+// The rows of S that a warp has, 16-bit, of each block from C B^T (s) to shared memory. Tiles of 16 x 16 above the
+// diagonal stay as they are: zero. Below it, a pair's decay is that until the warp's first row times that from there.
+template <int Warp, typename T, class Z, class S>
+__device__ __forceinline__ void store_rows(const float (&s)[32], const PairScalars* blocks, unsigned tiles, int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
-  const float g0 = scalars.decay[16 * warp + row], g1 = scalars.decay[16 * warp + row + 8];
-  const unsigned to = tile + swizzled(16 * warp + lane % 16, lane / 16);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > warp) break;
-    if (Z::TOGETHER > 1 && (j ^ warp) * 16 >= Z::ROOM) continue;  // of another batch row
-    unsigned r[4];
+  for (int b = 0; b < S::BLOCKS; ++b) {
+    const PairScalars& scalars = blocks[b];
+    const float g0 = scalars.decay[16 * Warp + row], g1 = scalars.decay[16 * Warp + row + 8];
+    const float first = scalars.decay[16 * Warp];
+    const float from0 = exp2_fast(g0 - first), from1 = exp2_fast(g1 - first);
+    const unsigned to = tiles + b * TILE + swizzled(16 * Warp + lane % 16, lane / 16);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 source = *reinterpret_cast<const float2*>(scalars.source + 16 * j + 8 * half + column);
-      const float* from = s + 8 * j + 4 * half;
-      float v[4] = {from[0] * exp2_fast(g0 - source.x), from[1] * exp2_fast(g0 - source.y),
-                    from[2] * exp2_fast(g1 - source.x), from[3] * exp2_fast(g1 - source.y)};
-      if (j == warp) {  // selected last, so that what a pair that does not count gives, even a NaN, is dropped
-        const int distance = row - column - 8 * half;
-        if (distance < 0) v[0] = 0.0f;
-        if (distance < 1) v[1] = 0.0f;
-        if (distance < -8) v[2] = 0.0f;
-        if (distance < -7) v[3] = 0.0f;
+    for (int j = 0; j <= Warp; ++j) {
+      if (Z::TOGETHER > 1 && (j ^ Warp) * 16 >= Z::ROOM) continue;  // of another batch row
+      unsigned r[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = 16 * j + 8 * half + column;
+        const float* from = s + 8 * j + 4 * half;
+        float v[4];
+        if (j < Warp) {
+          const float2 until = *reinterpret_cast<const float2*>(scalars.until + until_place(Warp) + at);
+          v[0] = from[0] * (from0 * until.x), v[1] = from[1] * (from0 * until.y);
+          v[2] = from[2] * (from1 * until.x), v[3] = from[3] * (from1 * until.y);
+        } else {
+          const float2 source = *reinterpret_cast<const float2*>(scalars.source + at);
+          v[0] = from[0] * exp2_fast(g0 - source.x), v[1] = from[1] * exp2_fast(g0 - source.y);
+          v[2] = from[2] * exp2_fast(g1 - source.x), v[3] = from[3] * exp2_fast(g1 - source.y);
+          // Selected last, so that what a pair that does not count gives, even a NaN, is dropped.
+          const int distance = row - column - 8 * half;
+          if (distance < 0) v[0] = 0.0f;
+          if (distance < 1) v[1] = 0.0f;
+          if (distance < -8) v[2] = 0.0f;
+          if (distance < -7) v[3] = 0.0f;
+        }
+        r[2 * half] = Pair<T>::of(v[0], v[1]);
+        r[2 * half + 1] = Pair<T>::of(v[2], v[3]);
       }
-      r[2 * half] = Pair<T>::of(v[0], v[1]);
-      r[2 * half + 1] = Pair<T>::of(v[2], v[3]);
+      store_tiles(to ^ (j << 5), r);
     }
-    store_tiles(to ^ (j << 5), r);
+  }
+}
+
+// S of the blocks of a warpgroup. Each warp has a program of its own, without branches between its tiles.
+template <typename T, class Z, class S>
+__device__ __forceinline__ void store_pairs(const float (&s)[32], const PairScalars* blocks, unsigned tiles, int warp,
+                                            int lane) {
+  if (warp == 0) {
+    store_rows<0, T, Z, S>(s, blocks, tiles, lane);
+  } else if (warp == 1) {
+    store_rows<1, T, Z, S>(s, blocks, tiles, lane);
+  } else if (warp == 2) {
+    store_rows<2, T, Z, S>(s, blocks, tiles, lane);
+  } else {
+    store_rows<3, T, Z, S>(s, blocks, tiles, lane);
   }
 }
 
 // How many of two tokens of a chunk, the first the `at`-th of its batch row, are not past the row's end.
 template <class Z>
 __device__ __forceinline__ int tokens_inside(int chunk, int at) {
+  if constexpr (Z::SEQ % CHUNK == 0 && Z::TOGETHER == 1) return 2;
   return chunk + 1 < Z::CHUNKS ? 2 : int(Z::SEQ - (Z::CHUNKS - 1LL) * CHUNK) - at;
 }
 
@@ -309,8 +360,8 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
       barrier_wait(shared + L::X_EMPTY + 8 * stage.place, stage.parity ^ 1);
       if (warp == 0 && lane == 0) bring_x<Z, S, O>(shared, stage, x, place, chunk);
       __syncwarp();
-      compute_scalars<Z, O>(reinterpret_cast<Scalars*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp], raw,
-                            there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
+      compute_scalars<Z, O>(reinterpret_cast<Scalars<O>*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp],
+                            raw, there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.place);
       // With so few slots there is room only once C of the chunk before is used up, which x must not wait for.
@@ -344,7 +395,7 @@ class Waiting {
   }
   // The i-th 16 bytes of a thread of the warpgroup that keeps a part of a block's state.
   __device__ __forceinline__ float4* at(int block, int part, int i, int thread) const {
-    return at(block, (part * (PART<Z, S> / 8) + i) * WARPGROUP + thread);
+    return at(block, part * (PART<Z, S> / 8) * WARPGROUP + thread) + i * (long long)(WARPGROUP / 8 * PER_TOKEN);
   }
 
  private:
@@ -498,8 +549,8 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
     const Turn<S::SLOTS> slot(count);
     const unsigned x_tiles = shared + L::X + stage.place * L::STAGE + me.first_block * TILE;
     const unsigned b_tiles = shared + slot.place * L::SLOT + me.part * L::PART_TILES * TILE;
-    const Scalars* scalars =
-        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage.place * S::BLOCKS_HERE + me.first_block;
+    const Scalars<O>* scalars =
+        reinterpret_cast<const Scalars<O>*>(memory + L::SCALARS) + stage.place * S::BLOCKS_HERE + me.first_block;
     barrier_wait(shared + L::X_FULL + 8 * stage.place, stage.parity);
     wgmma_wait<0>();  // until then the products of the chunk before read the registers of x
 #pragma unroll
@@ -613,7 +664,7 @@ __device__ __forceinline__ void finish(unsigned (&rounded)[4], float* y, unsigne
   for (int i = 0; i < 4; ++i) rounded[i] = Pair<T>::of(y[2 * i], y[2 * i + 1]);
 }
 
-// C B^T of a chunk, over all parts of the state.
+// Starts C B^T of a chunk, over all parts of the state.
 template <typename T, class Z, class S, class O>
 __device__ __forceinline__ void source_products(float (&s)[32], unsigned c_slot, unsigned b_slot) {
   wgmma_fence();
@@ -624,8 +675,6 @@ __device__ __forceinline__ void source_products(float (&s)[32], unsigned c_slot,
                                        k > 0);
   }
   wgmma_commit();
-  wgmma_wait<0>();
-  pin(s);
 }
 
 // S above its diagonal, of the blocks of this warpgroup.
@@ -655,7 +704,17 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
   }
 
   float h[BLOCKS][N / 2], skip[BLOCKS][2];
-  unsigned count = 0;  // chunks done, for stages and parities
+  unsigned weighed[4][4] = {};  // x of a block as an operand of the products that make h
+  unsigned count = 0;           // chunks done, for stages and parities
+  unsigned used = 0;            // barrier of the slot that the products under way read
+  const auto states_done = [&] {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
+    pin(weighed);
+    if (used && me.lane == 0) barrier_arrive(used);
+    used = 0;
+  };
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
     const Place<Z, S> place(piece.row);
@@ -666,21 +725,19 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      start_state<Z, S, O>(h[b], piece, place, b, initial, y_memory, me);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
       if constexpr (O::HAS_D && !Second) {
         const float* from = D + ((O::SHARED_PARAMS ? 0 : place.batch_row) * (long long)Z::ALL_BLOCKS + block + b) * 64;
         skip[b][0] = from[me.row];
         skip[b][1] = from[me.row + 8];
       }
     }
-    if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
-      named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
-    }
 #pragma unroll 1
     for (int chunk = piece.first; chunk < piece.end; ++chunk, ++count) {
       const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
-      const Scalars* scalars =
-          reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+      const Scalars<O>* scalars =
+          reinterpret_cast<const Scalars<O>*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
       const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
       const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
       const unsigned c_tiles = c_slot + me.part * L::PART_TILES * TILE;
@@ -689,11 +746,22 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       const unsigned b_tiles = b_slot + me.part * L::PART_TILES * TILE;
       barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
       barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
-      if constexpr (!Second) {
-        float s[32];
-        source_products<T, Z, S, O>(s, c_slot, b_slot);
+      float s[32];
+      if constexpr (!Second) source_products<T, Z, S, O>(s, c_slot, b_slot);
+      states_done();  // those of the chunk before
+      used = b_empty;
+      if (chunk == piece.first) {
+        Piece here = piece;
+        asm volatile("" : "+r"(here.first));  // or 64 addresses would be kept for all of the loop
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+        for (int b = 0; b < BLOCKS; ++b) start_state<Z, S, O>(h[b], here, place, b, initial, y_memory, me);
+        if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
+          named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
+        }
+      }
+      if constexpr (!Second) {
+        pin(s);
+        store_pairs<T, Z, S>(s, scalars, pair_tiles, me.warp, me.lane);
         fence_async_proxy();
         if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
         named_barrier(barrier, WARPGROUP);
@@ -712,7 +780,8 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       for (int b = 0; b < BLOCKS; ++b) {
         const unsigned x_tile = x_tiles + b * TILE, pairs = pair_tiles + b * TILE, y_tile = y_tiles + b * TILE;
         float y[32];
-        // The state as an operand, at most 32 registers of it at a time.
+        // The state as an operand, at most 32 registers of it at a time, in two groups of products: behind the first
+        // the state decays, behind the second x is weighed.
         constexpr int STEPS = N / 16, DEPTH = STEPS < 8 ? STEPS : 8;
 #pragma unroll
         for (int first = 0; first < STEPS; first += DEPTH) {
@@ -720,10 +789,11 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
             wgmma_wait<0>();
             pin(y);
           }
+          const int count = first + DEPTH < STEPS ? DEPTH : STEPS - first;
           unsigned a[DEPTH][4];
 #pragma unroll
           for (int k = 0; k < DEPTH; ++k) {
-            if (first + k >= STEPS) break;
+            if (k >= count) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const float* pair = h[b] + 8 * (first + k) + 2 * i;
@@ -733,34 +803,43 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < DEPTH; ++k) {
-            if (first + k >= STEPS) break;
+            if (k >= count) break;
             const unsigned at = (first + k) / 4 * TILE + k % 4 * 32;
             Product::template registers<>(y, a[k], advanced(row_descriptor(c_tiles), at), first + k > 0);
+            if (k == count / 2 - 1) wgmma_commit();
           }
           wgmma_commit();
         }
         scale(h[b], scalars[b].carried[CHUNK - 1]);
-        wgmma_wait<0>();
-        pin(y);
-        if (b == BLOCKS - 1 && me.lane == 0) barrier_arrive(c_empty);
-        unsigned x[4][4], weighed[4][4], finite = 0;
+        pin(h[b]);
+        wgmma_wait<1>();  // the products of the block before have read `weighed` as well
+        unsigned x[4][4], finite = 0;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           load_tiles_transposed(x[k], x_tile + me.channel_tile + k * 2048);
+          weigh<T>(weighed[k], x[k], scalars[b].leaving + 16 * k + me.column);
+          if constexpr (!Second) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) finite = Pair<T>::plus_zero_times(finite, x[k][i]);
+          }
+        }
+        pin(weighed);
+        wgmma_wait<0>();
+        pin(y);
+        if (b == BLOCKS - 1 && me.lane == 0) barrier_arrive(c_empty);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int token = 16 * k + 8 * half + me.column;
-            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + token);
-            const float2 leaving = *reinterpret_cast<const float2*>(scalars[b].leaving + token);
+            const float2 carried = *reinterpret_cast<const float2*>(scalars[b].carried + 16 * k + 8 * half + me.column);
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              const float x0 = Pair<T>::low(x[k][i]), x1 = Pair<T>::high(x[k][i]);
               float& y0 = y[8 * k + 2 * i];
               float& y1 = y[8 * k + 2 * i + 1];
               y0 *= carried.x, y1 *= carried.y;
-              if constexpr (O::HAS_D && !Second) y0 += skip[b][i % 2] * x0, y1 += skip[b][i % 2] * x1;
-              weighed[k][i] = Pair<T>::of(x0 * leaving.x, x1 * leaving.y);
-              if constexpr (!Second) finite = Pair<T>::plus_zero_times(finite, x[k][i]);
+              if constexpr (O::HAS_D && !Second) {
+                y0 += skip[b][i % 2] * Pair<T>::low(x[k][i]), y1 += skip[b][i % 2] * Pair<T>::high(x[k][i]);
+              }
             }
           }
         }
@@ -814,13 +893,8 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         }
       }
       if constexpr (!Second) fence_async_proxy();
-      wgmma_wait<0>();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) pin(h[b]);
-      if (me.lane == 0) {
-        barrier_arrive(b_empty);
-        barrier_arrive(shared + L::X_EMPTY + 8 * stage);
-      }
+      __syncwarp();
+      if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
       if constexpr (!Second) {
         named_barrier(barrier, WARPGROUP);
         if (me.thread == 0) {
@@ -833,6 +907,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       }
     }
 
+    states_done();
     if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
       const Waiting<Z, S> to(y_memory, place, piece.end);
 #pragma unroll
@@ -868,8 +943,8 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
     const Place<Z, S> place(piece.row);
     const int block = place.block + me.first_block;
     const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
-    const Scalars* scalars =
-        reinterpret_cast<const Scalars*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
+    const Scalars<O>* scalars =
+        reinterpret_cast<const Scalars<O>*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
     const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
     const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
     barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
@@ -878,12 +953,13 @@ __device__ void compute_stateless(char* memory, const TensorMap& z, const Tensor
     barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
     float s[32];
     source_products<T, Z, S, O>(s, c_slot, b_slot);
+    wgmma_wait<0>();
+    pin(s);
     if (me.lane == 0) {
       barrier_arrive(c_empty);
       barrier_arrive(b_empty);
     }
-#pragma unroll 1
-    for (int b = 0; b < S::BLOCKS; ++b) store_pairs<T, Z>(s, scalars[b], pair_tiles + b * TILE, me.warp, me.lane);
+    store_pairs<T, Z, S>(s, scalars, pair_tiles, me.warp, me.lane);
     fence_async_proxy();
     if (me.thread == 0) copies_wait_read<0>();  // y of the chunk before has left its tiles
     named_barrier(barrier, WARPGROUP);
@@ -981,6 +1057,7 @@ __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
     fence_barrier_init();
   }
   __syncthreads();
+  if constexpr (O::STATE_ONLY) let_next_kernel_start();
   if (threadIdx.x < WARPGROUP) {
     if constexpr (S::WARPGROUPS > 1) give_registers<PROVIDER_REGISTERS>();
     // Waits for no earlier kernel: none of this plan writes what it reads, and the first one starts after all others.

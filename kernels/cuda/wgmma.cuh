@@ -53,6 +53,13 @@ __device__ __forceinline__ void pin(float (&d)[Size]) {
   for (int i = 0; i < Size; ++i) asm volatile("" : "+f"(d[i]));
 }
 
+// The same for operands: an A operand's registers are read until the product is waited for.
+template <int Size>
+__device__ __forceinline__ void pin(unsigned (&a)[Size][4]) {
+#pragma unroll
+  for (int i = 0; i < Size; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]));
+}
+
 // d (64 x N) = a (64 x 16) b (16 x N), plus d if `accumulate`. `Columns...`: the operand's summed dimension runs across
 // its rows in shared memory (`column_descriptor`), not along them.
 template <typename T, int N>
