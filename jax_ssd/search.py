@@ -35,7 +35,9 @@ FINALISTS = 3
 LIKELY = 8  # choices that a quick search tries, the heuristic's among them
 MARGIN = 0.02  # by which a choice must beat the heuristic's to be preferred: less is noise
 QUICK, CAREFUL = timing.Effort(0.004, 3), timing.Effort(0.02, 7)
-MOST_CALLS = 32  # in one timed program
+MOST_SETS = 32  # of operands in one timed program
+# Calls in one timed program, where they move so little: the host needs as long for a program as for some dozen calls.
+MOST_CALLS, PROGRAM_BYTES = 256, 1 << 30
 # Two choices differ in rounding; what differs by more than this computes something else and is not taken.
 AGREEMENT = 5e-2
 # Values that keep a recurrence in range. Other operands are standard normal.
@@ -262,7 +264,7 @@ def _combined(best: Any, around: dict[str, list[Any]], times: dict[Any, float]) 
 
 @dataclass
 class Program:
-    """An executable of several calls of one plan, each on operands of its own; some of them written in place."""
+    """An executable of several calls of one plan on several sets of operands; some of them written in place."""
 
     run: Callable[..., Any]
     moving: tuple[int, ...]
@@ -277,12 +279,15 @@ class Bench:
     plan: Plan
     problem: Any
     sets: list[list[jax.Array]] = field(init=False)
+    turns: int = field(init=False)  # so often a program uses each set
     expected: list[jax.Array] | None = None
     failure: str = ""  # the last one
     host_bound: bool = False  # whether the last program waited for the host
 
     def __post_init__(self) -> None:
-        calls = timing.calls_per_program(_passed(self.plan), MOST_CALLS)
+        passed = _passed(self.plan)
+        calls = timing.calls_per_program(passed, MOST_SETS)
+        self.turns = max(1, min(MOST_CALLS, PROGRAM_BYTES // passed) // calls)
         with jax.default_device(self.device):
             draw = jax.jit(partial(_operands, self.plan.operands, self.problem)).lower(0).compile()
             with timing.alone():
@@ -313,15 +318,19 @@ class Bench:
         carried = [results.index(result) for result in plan.aliases.values()]
 
         def program(moved, fixed):
-            outputs = []
-            for one, rest in zip(moved, fixed, strict=True):
-                operands = list(rest)
-                for position, value in zip(moving, one, strict=True):
-                    operands[position] = value
-                outputs.append(kernels(*operands))
-            # Each result once: to return one twice XLA would copy it.
-            others = [[value for i, value in enumerate(output) if i not in carried] for output in outputs]
-            return [[output[i] for i in carried] for output in outputs], others
+            moved, others = list(moved), []
+            for turn in range(self.turns):
+                for index, rest in enumerate(fixed):
+                    operands = list(rest)
+                    for position, value in zip(moving, moved[index], strict=True):
+                        operands[position] = value
+                    if turn and not moving:  # all of it waits for the call before: equal calls would be made one
+                        operands, others[-1] = jax.lax.optimization_barrier((operands, others[-1]))
+                    returned = kernels(*operands)
+                    # Each result once: to return one twice XLA would copy it.
+                    moved[index] = [returned[i] for i in carried]
+                    others.append([value for i, value in enumerate(returned) if i not in carried])
+            return moved, others
 
         with jax.default_device(self.device):
             run, _ = timing.compile_program(program, (self._moved(moving), self._fixed(moving)), (0,))
@@ -348,7 +357,7 @@ class Bench:
                 carried[0], outputs = program.run(carried[0], fixed)
                 return outputs
 
-            measured = timing.measure(execute, jax.block_until_ready, len(self.sets), effort)
+            measured = timing.measure(execute, jax.block_until_ready, len(self.sets) * self.turns, effort)
             self.host_bound = measured.host_bound
             return 1e6 * measured.seconds
         except Exception as error:  # a launch that the driver refuses, too little memory: no candidate

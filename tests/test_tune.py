@@ -509,9 +509,10 @@ def test_the_bench_times_calls_on_operands_of_their_own(name, monkeypatch):
         return run
 
     monkeypatch.setattr(launch, "runner", runner)
-    monkeypatch.setattr(search, "MOST_CALLS", 3)
+    monkeypatch.setattr(search, "MOST_SETS", 3)
+    monkeypatch.setattr(search, "MOST_CALLS", 8)
     bench = search.Bench(jax.devices("cpu")[0], ARCH, made, p)
-    assert len(bench.sets) == 3
+    assert len(bench.sets) == 3 and bench.turns == 2
     effort = timing.Effort(1e-4, 2)
     first = bench.load({"a": made}, math.inf)["a"]
     assert 0 < bench.time(first, effort) < 1e6

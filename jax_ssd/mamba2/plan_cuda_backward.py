@@ -200,6 +200,10 @@ class _Backward:
         p = self.line = _line(problem)
         self.shares = self.row < CHUNK  # there are no states then
         self.chunks = math.ceil(p.seq / CHUNK)
+        # A row's first state and last adjoint are kept only if they are not zero: what a copy finds outside of an
+        # array is zero.
+        self.kept_states = max(1, self.chunks - (not p.has_initial_state))
+        self.kept_adjoints = max(1, self.chunks - (not p.has_dfinal))
         self.pieces = p.head_dim // WIDTH
         self.units = p.heads * self.pieces
         self.segment_chunks = math.ceil(self.chunks / config.segments)
@@ -266,8 +270,8 @@ class _Backward:
             (True, Buffer("decay", (*per_head, tokens), f32)),
             (self.segments > 1, Buffer("starts", boundaries, f32)),
             (self.segments > 1, Buffer("stops", boundaries, f32)),
-            (not self.shares, Buffer("states", (self.rows, self.units, self.chunks, *state), p.dtype)),
-            (not self.shares, Buffer("adjoints", (self.rows, self.units, self.chunks, *state), p.dtype)),
+            (not self.shares, Buffer("states", (self.rows, self.units, self.kept_states, *state), p.dtype)),
+            (not self.shares, Buffer("adjoints", (self.rows, self.units, self.kept_adjoints, *state), p.dtype)),
             (True, Buffer("step_gradient", (*per_unit, tokens), f32)),
             (True, Buffer("decay_gradient", (self.decay_parts, *per_unit, tokens), f32)),
             (self.column_blocks > 1, Buffer("pair_gradient", (*blocks, PAIR_TILES, 32, 8), p.dtype)),
@@ -310,7 +314,8 @@ class _Backward:
         return TensorMapArg(name, (1, CHUNK // 2, 1, WIDTH), (p.batch, p.seq, p.groups, p.state), swizzle=128)
 
     def states_map(self, name: str) -> TensorMapArg:
-        shape = (self.rows * self.units, self.chunks, WIDTH, self.problem.state)
+        kept = self.kept_states if name == "states" else self.kept_adjoints
+        shape = (self.rows * self.units, kept, WIDTH, self.problem.state)
         return TensorMapArg(name, (1, 1, WIDTH, WIDTH), shape, swizzle=128)
 
     def step_sizes(self) -> Launch:
@@ -354,7 +359,8 @@ class _Backward:
         else:  # a row is one segment, and begins and ends as the call says
             arrays += [self.array("initial_state", first_row), self.array("dfinal", first_row)]
         arrays += self.arrays("states", "adjoints", "dinitial_state")
-        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.segments, self.segment_chunks, first_row)
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.kept_states, self.kept_adjoints)
+        sizes = (*sizes, self.segments, self.segment_chunks, first_row)
         segments = self.segments if stores else self.segments - 1
         blocks = 2 * self.column_blocks * (self.units // heads) * segments * rows
         stages = MOST_STAGES if blocks <= MULTIPROCESSORS and heads <= 2 else STAGES
@@ -377,7 +383,7 @@ class _Backward:
         maps.append(self.tokens_map("dx", STRIP))
         arrays = self.arrays("step", "decay", "D", "dB", "dC", "step_gradient", "decay_gradient")
         arrays.append(self.part("D"))
-        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks)
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.kept_states)
         sizes = (*sizes, self.head_blocks, self.block_units, first_row)
         memory = 6 * tiles * TILE + PAIR_MEMORY + 2 * PAIR_TILES * 64 + 3 * 256 + 16 * 4 + 11 * 8 + 1024
         return _launch(
@@ -417,7 +423,7 @@ class _Backward:
         arrays = self.arrays("step", "decay", "pair_gradient", "dB", "dC")
         of_columns = p.batch * self.units * self.chunks * CHUNK
         arrays.append(ArrayArg("decay_gradient", (self.column_blocks * of_columns,), None, of_columns))
-        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, p.state, p.batch)
+        sizes = (p.seq, p.heads, p.groups, self.pieces, self.chunks, self.kept_states, p.state, p.batch)
         return _launch(
             "state_gradients",
             (CUDA_TYPES[p.dtype], self.columns, self.head_blocks > 1),

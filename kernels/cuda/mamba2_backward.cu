@@ -130,7 +130,8 @@ __device__ __forceinline__ void store_state(const float (&state)[Columns / 2], f
 // walks Columns columns of the state: the others are walks of their own.
 //
 // Stores: the state at every chunk's start and the adjoint at every chunk's end to states and adjoints [rows, units,
-// chunks, 64, N] of T, and the first chunk's adjoint of its start to dinitial [batch, units, 64, N] (if not null).
+// kept, 64, N] of T, and the first chunk's adjoint of its start to dinitial [batch, units, 64, N] (if not null). Kept
+// are the states of the last chunks and the adjoints of the first ones: a zero at the end of a row is left out.
 // starts, stops [rows, units, segments, 64, N] float32, null for zero. Otherwise: what a segment gives alone, from
 // zero, to starts of the segment after it, or stops of the one before.
 // Grid 2 * N / Columns * (units / Heads) * segments (if not Stores, less one) * rows, the direction varies fastest.
@@ -138,8 +139,8 @@ template <typename T, int N, int Columns, int Heads, int Stages, bool Stores>
 __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
     walk(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap B,
          const __grid_constant__ TensorMap C, const float* step, const float* decay, float* starts, float* stops,
-         T* states, T* adjoints, float* dinitial, int seq, int heads, int groups, int pieces, int chunks, int segments,
-         int segment_chunks, int first_row) {
+         T* states, T* adjoints, float* dinitial, int seq, int heads, int groups, int pieces, int chunks,
+         int kept_states, int kept_adjoints, int segments, int segment_chunks, int first_row) {
   using Memory = WalkMemory<Columns, Heads, Stages>;
   constexpr int Together = Heads > 4 ? 1 : 4;  // products: as many as there are registers for the fragments of
   extern __shared__ char raw[];
@@ -212,9 +213,10 @@ __global__ void __launch_bounds__(Heads * 128, Heads > 4 ? 1 : 4 / Heads)
   int stage = 0;
   auto wait_stage = [&] { barrier_wait(full + stage % Stages * 8, stage / Stages % 2); };
   for (int k = 0; k < count; ++k) {
-    if (Stores) {
+    const int kept = backwards ? kept_adjoints : kept_states, place = chunk_at(k) - (backwards ? 0 : chunks - kept);
+    if (Stores && place >= 0 && place < kept) {
       const int p = warp * 16 + lane / 4;
-      T* to = (backwards ? adjoints : states) + (of_unit * chunks + chunk_at(k)) * (WIDTH * N) + first_column;
+      T* to = (backwards ? adjoints : states) + (of_unit * kept + place) * (WIDTH * N) + first_column;
       store_rows<T, Columns>(state, to + p * N, to + (p + 8) * N, true, true);
     }
     if (stage == stages) break;

@@ -40,10 +40,10 @@ struct ChunkMemory : PairMemory<6 * (N / 64) * TILE> {
 // Rows of fewer than 128 tokens, Row of 16, 32 or 64, share a chunk: they lie in one line, a call's only row, and
 // neither begin with a state nor end in one.
 //
-// S and T as `walk` stored them (nothing with short rows); dx [batch, seq, units, 64]; dB, dC [batch, seq, groups, N];
-// dstep, ddecay [batch, units, chunks * 128] and dskip [batch, units, chunks, 64], of short rows [rows, units, 64],
-// float32. Grid head_blocks * groups * chunks * rows, 256 threads; if Clustered the head_blocks blocks of a group are a
-// cluster, else there is one.
+// S and T as `walk` stored them, which left out zeros (nothing with short rows); dx [batch, seq, units, 64]; dB, dC
+// [batch, seq, groups, N]; dstep, ddecay [batch, units, chunks * 128] and dskip [batch, units, chunks, 64], of short
+// rows [rows, units, 64], float32. Grid head_blocks * groups * chunks * rows, 256 threads; if Clustered the head_blocks
+// blocks of a group are a cluster, else there is one.
 //
 // The second warpgroup leads: the first meets a head's states after it, so that one has products of states while the
 // other has pairs.
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
                     const __grid_constant__ TensorMap dx, const float* step, const float* decay, const float* skip,
                     T* dB, T* dC, float* dstep, float* ddecay, float* dskip, int seq, int heads, int groups, int pieces,
-                    int chunks, int head_blocks, int block_units, int first_row) {
+                    int chunks, int kept_states, int head_blocks, int block_units, int first_row) {
   using Memory = ChunkMemory<N>;
   static_assert(Memory::Bytes + 1024 <= 227 * 1024 &&
                 2 * SUM_BYTES<N> <= Memory::Bytes);  // 1024: what aligning may cost
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, 1)
     barrier_expect(full_states, 2 * Memory::Tiles * TILE);
     for (int i = 0; i < Memory::Tiles; ++i) {
       copy_in(base + Memory::Adjoint + i * TILE, adjoints, i * 64, 0, chunk, of_unit, full_states, KEEP_FIRST);
-      copy_in(base + Memory::S + i * TILE, states, i * 64, 0, chunk, of_unit, full_states, KEEP_FIRST);
+      copy_in(base + Memory::S + i * TILE, states, i * 64, 0, chunk - (chunks - kept_states), of_unit, full_states,
+              KEEP_FIRST);
     }
   };
 

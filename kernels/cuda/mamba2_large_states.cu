@@ -246,17 +246,17 @@ struct StatesAt {
 
 }  // namespace
 
-// S and T as `walk` stored them, pair_gradient as pair_gradients did; dB, dC [batch, seq, groups, state]; ddecay [state
-// / Columns, batch, units, chunks * 128] float32. Grid head_blocks * state / Columns * groups * chunks * rows, 640
-// threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
+// S and T as `walk` stored them, which left out zeros, pair_gradient as pair_gradients did; dB, dC [batch, seq, groups,
+// state]; ddecay [state / Columns, batch, units, chunks * 128] float32. Grid head_blocks * state / Columns * groups *
+// chunks * rows, 640 threads; if Clustered the head_blocks blocks of a group are a cluster, else there is one.
 template <typename T, int Columns, bool Clustered>
 __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
     state_gradients(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy,
                     const __grid_constant__ TensorMap B, const __grid_constant__ TensorMap C,
                     const __grid_constant__ TensorMap states, const __grid_constant__ TensorMap adjoints,
                     const float* step, const float* decay, const uint4* pair_gradient, T* dB, T* dC, float* ddecay,
-                    int seq, int heads, int groups, int pieces, int chunks, int state, int batch, int head_blocks,
-                    int block_units, int first_row) {
+                    int seq, int heads, int groups, int pieces, int chunks, int kept_states, int state, int batch,
+                    int head_blocks, int block_units, int first_row) {
   using At = StatesAt<Columns>;
   static_assert(At::Bytes + 1024 <= 227 * 1024 && 2 * SUM_BYTES<Columns> <= At::Bytes);  // 1024: what aligning may cost
   extern __shared__ char raw[];
@@ -307,7 +307,8 @@ __global__ void __launch_bounds__(STATE_WARPS * 32 + 128, 1)
         copy_in(to + At::DY + i * TILE, dy, 0, unit, token, row, barrier, KEEP_LAST);
       }
       for (int i = 0; i < At::Tiles; ++i) {
-        copy_in(to + At::S + i * TILE, states, first_column + i * 64, 0, chunk, of_unit, barrier, KEEP_FIRST);
+        copy_in(to + At::S + i * TILE, states, first_column + i * 64, 0, chunk - (chunks - kept_states), of_unit,
+                barrier, KEEP_FIRST);
         copy_in(to + At::Adjoint + i * TILE, adjoints, first_column + i * 64, 0, chunk, of_unit, barrier, KEEP_FIRST);
       }
       const size_t at = (size_t(row) * heads + unit / pieces) * sizes.padded() + chunk * TOKENS;
