@@ -278,14 +278,12 @@ __device__ __forceinline__ void store_rows(const float (&s)[32], const PairScala
           v[2] = from[2] * (from1 * until.x), v[3] = from[3] * (from1 * until.y);
         } else {
           const float2 source = *reinterpret_cast<const float2*>(scalars.source + at);
-          v[0] = from[0] * exp2_fast(g0 - source.x), v[1] = from[1] * exp2_fast(g0 - source.y);
+          v[0] = half ? 0.0f : from[0] * exp2_fast(g0 - source.x);
+          v[1] = half ? 0.0f : from[1] * exp2_fast(g0 - source.y);
           v[2] = from[2] * exp2_fast(g1 - source.x), v[3] = from[3] * exp2_fast(g1 - source.y);
           // Selected last, so that what a pair that does not count gives, even a NaN, is dropped.
-          const int distance = row - column - 8 * half;
-          if (distance < 0) v[0] = 0.0f;
-          if (distance < 1) v[1] = 0.0f;
-          if (distance < -8) v[2] = 0.0f;
-          if (distance < -7) v[3] = 0.0f;
+          if (row < column) v[2 * half] = 0.0f;
+          if (row <= column) v[2 * half + 1] = 0.0f;
         }
         r[2 * half] = Pair<T>::of(v[0], v[1]);
         r[2 * half + 1] = Pair<T>::of(v[2], v[3]);
@@ -715,6 +713,14 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
     if (used && me.lane == 0) barrier_arrive(used);
     used = 0;
   };
+  const auto store_y = [&](const Place<Z, S>& place, int block, int chunk) {
+    if (me.thread > 0) return;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
+    }
+    copies_commit();
+  };
   Pieces<Z, S> pieces;
   for (Piece piece; pieces.next(piece);) {
     const Place<Z, S> place(piece.row);
@@ -747,7 +753,10 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       barrier_wait(shared + L::FULL + 8 * B.place, B.parity);
       barrier_wait(shared + L::X_FULL + 8 * stage, count / 2 % 2);
       float s[32];
-      if constexpr (!Second) source_products<T, Z, S, O>(s, c_slot, b_slot);
+      if constexpr (!Second) {
+        source_products<T, Z, S, O>(s, c_slot, b_slot);
+        if (chunk > piece.first) store_y(place, block, chunk - 1);  // while the others wait
+      }
       states_done();  // those of the chunk before
       used = b_empty;
       if (chunk == piece.first) {
@@ -897,16 +906,10 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
       if constexpr (!Second) {
         named_barrier(barrier, WARPGROUP);
-        if (me.thread == 0) {
-#pragma unroll
-          for (int b = 0; b < BLOCKS; ++b) {
-            copy_out(y_map, 0, block + b, chunk * CHUNK, place.batch_row, y_tiles + b * TILE, KEEP_FIRST);
-          }
-          copies_commit();
-        }
       }
     }
 
+    if constexpr (!Second) store_y(place, block, piece.end - 1);
     states_done();
     if (S::SEGMENTS == 1 && piece.end < Z::CHUNKS) {
       const Waiting<Z, S> to(y_memory, place, piece.end);
@@ -1057,7 +1060,6 @@ __global__ void __launch_bounds__(WARPGROUP * (1 + S::WARPGROUPS), 1)
     fence_barrier_init();
   }
   __syncthreads();
-  if constexpr (O::STATE_ONLY) let_next_kernel_start();
   if (threadIdx.x < WARPGROUP) {
     if constexpr (S::WARPGROUPS > 1) give_registers<PROVIDER_REGISTERS>();
     // Waits for no earlier kernel: none of this plan writes what it reads, and the first one starts after all others.
@@ -1092,7 +1094,7 @@ __global__ void carry_states(void* y, const float* totals) {
   float4* to = Waiting<Z, S>(y, place, S::CHUNKS_PER_SEGMENT).at(at / PER_BLOCK, at % PER_BLOCK);
   constexpr long long STEP = (long long)S::CHUNKS_PER_SEGMENT * CHUNK * Waiting<Z, S>::PER_TOKEN;
   float4 h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  constexpr int AHEAD = 8;
+  constexpr int AHEAD = 16;
   for (int first = 0; first < SLOTS; first += AHEAD) {
     float4 end[AHEAD];
     float left[AHEAD];
