@@ -10,11 +10,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jax_ssd import config, dispatch, manual_axes, op, shapes
+from jax_ssd import config, dispatch, manual_axes, op, segments, shapes
 from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2.api import Implementation
 from jax_ssd.mamba2.reference import accumulator
-from jax_ssd.mamba3 import ops, reference, vjp
+from jax_ssd.mamba3 import ops, packing, reference, vjp
 from jax_ssd.mamba3.reference import Operands, StepOperands
 
 Rotary = Literal["pairwise", "half"]
@@ -55,6 +55,7 @@ def mamba3(
     norm_eps: float = 1e-5,
     rotary: Rotary = "pairwise",
     initial_state: Mamba3State | None = None,
+    segment_ids=None,
     cu_seqlens=None,
     return_final_state: Literal[False] = False,
     chunk_size: int | None = None,
@@ -84,6 +85,7 @@ def mamba3(
     norm_eps: float = 1e-5,
     rotary: Rotary = "pairwise",
     initial_state: Mamba3State | None = None,
+    segment_ids=None,
     cu_seqlens=None,
     return_final_state: Literal[True],
     chunk_size: int | None = None,
@@ -112,6 +114,7 @@ def mamba3(
     norm_eps=1e-5,
     rotary="pairwise",
     initial_state=None,
+    segment_ids=None,
     cu_seqlens=None,
     return_final_state=False,
     chunk_size=None,
@@ -153,14 +156,21 @@ def mamba3(
       norm_weight: [heads, head_dim] or [heads * head_dim]: an RMS norm over head_dim before the gate. None: no norm.
       norm_eps: inside the root, on the mean.
       rotary: "pairwise": pair i is (2i, 2i + 1). "half": pair i is (i, i + state / 2).
-      initial_state: Mamba3State with the leading axes of v, any float types. None: zeros. With cu_seqlens its leading
-        axis is the sequences.
-      cu_seqlens: [sequences + 1] integers: packed sequences, v being [1, seq, heads, head_dim]. Sequence j is tokens
-        cu_seqlens[j] to cu_seqlens[j + 1] - 1; from 0 to seq, never decreasing. An empty sequence passes its state
-        through. The boundaries are data: other ones do not compile again. Where they are traced nobody can refuse them:
-        then the first is taken as 0, the last as seq, and the others as the largest up to there, within 0 to seq. None:
-        one sequence per row.
-      return_final_state: also return the state after the last token (of each sequence).
+      initial_state: Mamba3State with the leading axes of v, any float types. None: zeros. With cu_seqlens, those of
+        cu_seqlens and then the sequences.
+      segment_ids: [..., seq] integers, labels of packed sequences as in `mamba2`. The state is set to zero between
+        neighbours with different ids; the first segment starts from initial_state, and the final state is that of the
+        last. A negative id marks padding: y is 0 there, the state stays, no gradient flows, and it is no boundary by
+        itself. Any number of segments, on the kernels of one sequence per row. Their phases go on from each other, so
+        the final state's angle counts from the row's first token. What is not finite in a segment may reach the row's
+        later tokens of that head, and gradients of the row. None: one segment.
+      cu_seqlens: [..., sequences + 1] integers, the other way to pack: sequences with a state each, which nothing of
+        the others reaches. Leading axes are those of v, or none where v is [1, seq, heads, head_dim]. Sequence j is
+        tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1; from 0 to seq, never decreasing. An empty sequence passes its
+        state through. The boundaries are data: other ones do not compile again. Where they are traced nobody can refuse
+        them: then the first is taken as 0, the last as seq, and the others as the largest up to there, within 0 to seq.
+        Not together with segment_ids. None: one sequence per row.
+      return_final_state: also return the state after the last token (of each sequence of cu_seqlens).
       chunk_size: tokens worked on at a time; changes speed and rounding only. None: 64 / rank.
       precision: of float32 matrix products: "default" allows TF32 on GPUs, "highest" is full float32; also
         jax.lax.Precision. None: follows jax_default_matmul_precision as in `mamba2`. JAX_SSD_MAMBA3_SCAN=fma keeps
@@ -201,10 +211,17 @@ def mamba3(
     v = arrays["v"]
     shapes.require_rank(name, "v", v, 3, "(..., seq, heads, head_dim)")
     sizes = _sizes(name, arrays, lead=v.shape[:-3], seq=v.shape[-3])
+    sizes["states"] = sizes["..."]
     bounds = None if cu_seqlens is None else _boundaries(name, cu_seqlens, sizes)
-    sizes["states"] = sizes["..."] if bounds is None else (sizes["sequences"],)
+    runs = None if segment_ids is None else _runs(name, segment_ids, sizes)
+    if bounds is not None and runs is not None:
+        raise ValueError(
+            f"{name}: segment_ids: expected None beside cu_seqlens, got an array; each of them says alone where packed "
+            "sequences begin."
+        )
     _check(name, arrays, sizes, ("...", "seq"), "initial_state")
-    operands = Operands(**_canonical(arrays, sizes, "initial_state", packed=bounds is not None), cu_seqlens=bounds)
+    given = Operands(**_canonical(arrays, sizes, "initial_state", packed=bounds is not None), cu_seqlens=bounds)
+    operands = given if runs is None else packing.separated(given, runs)
     spec = _spec(
         name,
         operands,
@@ -223,12 +240,17 @@ def mamba3(
         op.require_possible(ops.FORWARD, spec, [a for a in operands if a is not None])
         with in_words(name):
             results = vjp.scan(spec, guarded(operands, name))
-    lead = sizes["..."]
-    y = checkpoint_name(results[0].reshape(*lead, *results[0].shape[1:]), "mamba3_y")
+    lead, y = sizes["..."], results[0]
+    if runs is not None:
+        y = packing.without_padding(y, runs)
+    y = checkpoint_name(y.reshape(*lead, *y.shape[1:]), "mamba3_y")
     if not spec.return_final_state:
         return y
+    end = reference.State(*results[1:])
+    if runs is not None:
+        end = packing.final_state(given, runs, end, spec.rotary)
     types = _state_types(v, initial_state)
-    state = (a.reshape(*sizes["states"], *a.shape[2:]).astype(t) for a, t in zip(results[1:], types, strict=True))
+    state = (a.reshape(*sizes["states"], *a.shape[2:]).astype(t) for a, t in zip(end, types, strict=True))
     state = _public(Mamba3State(*state), "mimo_v" in arrays)
     return y, Mamba3State(*(checkpoint_name(a, "mamba3_final_state") for a in state))
 
@@ -494,39 +516,48 @@ def _sizes(name: str, arrays: dict[str, jax.Array], lead: tuple[int, ...], seq: 
     return sizes if seq is None else sizes | {"seq": seq}
 
 
+def _runs(name: str, segment_ids, sizes: dict[str, Any]) -> jax.Array:
+    """segment_ids as run numbers [batch, seq], see segments.py."""
+    ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+    return segments.runs_from_segment_ids(ids.reshape(math.prod(sizes["..."]), sizes["seq"]))
+
+
 def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
-    """cu_seqlens as [1, sequences + 1] int32; the number of sequences joins the sizes."""
+    """cu_seqlens as [batch, sequences + 1] int32; the number of sequences and the axes of states join the sizes."""
     bounds = shapes.as_array(name, "cu_seqlens", cu_seqlens)
     if not jnp.issubdtype(bounds.dtype, jnp.integer):
         raise TypeError(f"{name}: cu_seqlens: expected an integer type, got {bounds.dtype.name}; convert it to int32.")
-    if bounds.ndim != 1 or bounds.shape[0] < 2:
+    *lead, count = bounds.shape or (0,)
+    if count < 2:
         raise ValueError(
-            f"{name}: cu_seqlens: expected shape (sequences + 1,) with at least one sequence, got {bounds.shape}; "
+            f"{name}: cu_seqlens: expected shape (..., sequences + 1) with at least one sequence, got {bounds.shape}; "
             "pass the first token of each sequence and then seq."
         )
-    if sizes["..."] != (1,):
+    if tuple(lead) != sizes["..."] and (lead or sizes["..."] != (1,)):
         raise ValueError(
-            f"{name}: v: expected one leading axis of size 1 beside cu_seqlens, got leading axes {sizes['...']}; lay "
-            "the sequences end to end along seq, or use jax.vmap over packs."
+            f"{name}: cu_seqlens: expected the leading axes {sizes['...']} of v and then sequences + 1, got shape "
+            f"{bounds.shape}; pass boundaries for each row, with empty sequences where a row has fewer, or segment_ids."
         )
-    values = _concrete(bounds)
+    seq, values = sizes["seq"], _concrete(bounds)
     if values is not None:
         values = values.astype(np.int64)  # differences of unsigned numbers are never negative
-    if values is not None and (values[0] != 0 or values[-1] != sizes["seq"] or (np.diff(values) < 0).any()):
-        raise ValueError(
-            f"{name}: cu_seqlens: expected values from 0 to seq = {sizes['seq']} that never decrease, got "
-            f"{values.tolist()}; pass np.cumsum of the lengths with a 0 before it."
-        )
-    sizes["sequences"] = bounds.shape[0] - 1
-    bounds = bounds.astype(jnp.int32)
+        ends = (values[..., 0] != 0) | (values[..., -1] != seq)
+        if (ends | (np.diff(values) < 0).any(-1)).any():
+            raise ValueError(
+                f"{name}: cu_seqlens: expected values from 0 to seq = {seq} that never decrease, got "
+                f"{values.tolist()}; pass np.cumsum of the lengths with a 0 before it."
+            )
+    sizes |= {"sequences": count - 1, "states": (*lead, count - 1)}
+    bounds = bounds.astype(jnp.int32).reshape(math.prod(sizes["..."]), count)
     if values is None:  # nobody can say then whether they are sound: every implementation makes the same of them
-        inner = jax.lax.cummax(jnp.clip(bounds[1:-1], 0, sizes["seq"]))
-        bounds = jnp.concatenate([jnp.zeros_like(bounds[:1]), inner, jnp.full_like(bounds[:1], sizes["seq"])])
-    return bounds[None]
+        inner = jax.lax.cummax(jnp.clip(bounds[:, 1:-1], 0, seq), axis=1)
+        first, last = jnp.zeros_like(bounds[:, :1]), jnp.full_like(bounds[:, :1], seq)
+        bounds = jnp.concatenate([first, inner, last], axis=1)
+    return bounds
 
 
 def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str) -> None:
-    """Shapes, types and signs of every array but cu_seqlens, from one table."""
+    """Shapes, types and signs of every array but segment_ids and cu_seqlens, from one table."""
     rank = ("rank",) if "mimo_v" in arrays else ()
     schedule = ("...", "heads", *token_axes[1:])
     expected: dict[str, tuple[str, ...]] = {

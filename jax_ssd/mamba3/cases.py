@@ -37,13 +37,14 @@ class Case:
     norm: bool = True
     fold: bool = True  # sum the ranks with mimo_o
     initial_state: bool = True
+    segmented: bool = False  # segment ids, padding among them
     cu_seqlens: tuple[int, ...] | None = None
     chunk_size: int | None = None
     precision: str = "highest"
 
     @property
     def steppable(self) -> bool:
-        return self.cu_seqlens is None  # a step knows no sequences
+        return self.cu_seqlens is None and not self.segmented  # a step knows no sequences
 
     def inputs(self, seed: int = 0) -> dict[str, Any]:
         """Random arguments of mamba3 by name, all of them arrays, absent ones left out; the state in four pieces."""
@@ -83,6 +84,11 @@ class Case:
             rows = len(self.cu_seqlens) - 1 if self.cu_seqlens else self.batch
             for piece, shape in zip(PIECES, shapes, strict=True):
                 arrays[f"initial_{piece}"] = normal(rows, self.heads, *shape)
+        if self.segmented:
+            lengths = rng.integers(1, max(2, self.seq // 3), size=(self.batch, self.seq))
+            labels = np.stack([np.repeat(rng.permutation(self.seq) - 1, row)[: self.seq] for row in lengths])
+            labels[:, [0, self.seq // 2, -1]] = -1
+            arrays["segment_ids"] = jnp.asarray(labels, jnp.int32)
         if self.cu_seqlens:
             arrays["cu_seqlens"] = jnp.asarray(self.cu_seqlens, jnp.int32)
         return arrays
@@ -134,6 +140,7 @@ TABLE = (
     _row("mimo_ranks_kept", fold=False),
     _row("mimo_one_token", seq=1),
     _row("mimo_packed", batch=1, cu_seqlens=(0, 0, 20, 21, 53, 70)),
+    _row("mimo_segments", segmented=True),
     _row("mimo_chunk_5", chunk_size=5),
     _row("mimo_rank_2", rank=2),
     _row("mimo_rank_3", rank=3),
@@ -147,6 +154,7 @@ TABLE = (
     _row("siso_plain", rank=0, **_PLAIN),
     _row("siso_half", rank=0, rotary="half"),
     _row("siso_packed", rank=0, batch=1, cu_seqlens=(0, 17, 64, 70)),
+    _row("siso_segments", rank=0, segmented=True),
     _row("siso_long", rank=0, seq=300, batch=1),
     _row("siso_bfloat16", rank=0, dtype="bfloat16"),
     _row("siso_bfloat16_model", rank=0, dtype="bfloat16", head_dim=64, state=128, pairs=32, groups=1, heads=2),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_ssd.mamba2.reference import accumulator
 from jax_ssd.mamba3 import phase
+from jax_ssd.mamba3.packing import last_key_and_value
 from jax_ssd.mamba3.reference import Operands, State, epilogue, expand, initial_state, per_head, weights
 
 ROWS = 64  # tokens x ranks of a chunk, by default
@@ -194,15 +195,12 @@ def _chunk(carry: _Carry, tokens: _Chunk, *, o: Operands, rotary: str, norm_eps:
 
 def _final_state(o: Operands, start: State, end: _Carry, rotary: str) -> State:
     """The state after each sequence's last token; k and v are looked up there, or passed through by an empty one."""
-    batch, seq, heads, _ = o.v.shape
+    batch, seq = o.v.shape[:2]
     angle = phase.radians(end.phase)
     if seq == 0:
         return State(angle, end.ssm, start.k, start.v)
     bounds = o.cu_seqlens
     if bounds is None:
         bounds = jnp.broadcast_to(jnp.array([0, seq], jnp.int32), (batch, 2))
-    last, empty = bounds[:, 1:] - 1, (bounds[:, 1:] == bounds[:, :-1])[..., None, None]
-    k = jax.vmap(lambda a: per_head(a, heads), 1, 1)(_rows(o.k, last).astype(angle.dtype))
-    k = phase.rotate(k + o.k_bias.astype(angle.dtype)[:, None], angle[:, :, :, None], rotary)
-    v = _rows(o.v, last).astype(angle.dtype)
-    return State(angle, end.ssm, jnp.where(empty[..., None], start.k, k), jnp.where(empty, start.v, v))
+    last, empty = bounds[:, 1:] - 1, bounds[:, 1:] == bounds[:, :-1]
+    return State(angle, end.ssm, *last_key_and_value(o, last, empty, angle, start, rotary))

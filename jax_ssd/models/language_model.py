@@ -83,16 +83,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None, carry: LayerCarry | None
     ) -> tuple[jax.Array, LayerCarry]:
-        options: dict[str, Any] = {"initial_carry": carry, "return_carry": True}
-        if segment_ids is not None:
-            if isinstance(self.mixer, Mamba3):
-                raise NotImplementedError(
-                    "segment_ids: Mamba-3 layers take no padding and pack sequences by cu_seqlens; run prompts of "
-                    "different lengths apart, or use mixer='mamba2'."
-                )
-            options["segment_ids"] = segment_ids
         mixer: Any = self.mixer  # both have this call
-        y, after = mixer(self.norm(x), **options)
+        y, after = mixer(self.norm(x), segment_ids=segment_ids, initial_carry=carry, return_carry=True)
         return x + y.astype(x.dtype), after
 
     def step(self, carry: Any, x: jax.Array) -> tuple[LayerCarry, jax.Array]:
@@ -152,8 +144,6 @@ class LanguageModel(nnx.Module):
 
         Ids outside of the vocabulary are not noticed: as in every lookup of JAX, the nearest row is taken, or one that
         is counted from the end.
-
-        A model of Mamba-3 blocks takes no segment_ids (NotImplementedError).
         """
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         if initial_carry is not None and len(initial_carry) != len(self.blocks):

@@ -189,6 +189,7 @@ class Mamba3(nnx.Module):
         self,
         x: jax.Array,
         *,
+        segment_ids: jax.Array | None = None,
         cu_seqlens: jax.Array | None = None,
         initial_carry: Mamba3State | None = None,
         return_carry: Literal[False] = False,
@@ -199,6 +200,7 @@ class Mamba3(nnx.Module):
         self,
         x: jax.Array,
         *,
+        segment_ids: jax.Array | None = None,
         cu_seqlens: jax.Array | None = None,
         initial_carry: Mamba3State | None = None,
         return_carry: Literal[True],
@@ -208,6 +210,7 @@ class Mamba3(nnx.Module):
         self,
         x: jax.Array,
         *,
+        segment_ids: jax.Array | None = None,
         cu_seqlens: jax.Array | None = None,
         initial_carry: Mamba3State | None = None,
         return_carry: bool = False,
@@ -216,8 +219,10 @@ class Mamba3(nnx.Module):
 
         Args:
           x: ``[..., seq, in_features]``.
-          cu_seqlens: ``[sequences + 1]`` integers, where each of the sequences packed into ``x [1, seq, in_features]``
-            begins, and seq; carries then have the sequences as their leading axis. None: one sequence per row.
+          segment_ids: ``[..., seq]`` integer labels of packed sequences; the state restarts where they change. Negative
+            ids mark padding (on either side, or between): its output is 0 and it changes nothing.
+          cu_seqlens: ``[..., sequences + 1]`` integers, the other way to pack: where each sequence of a row begins, and
+            seq, as in ``jax_ssd.mamba3``; carries then have the axes of ``cu_seqlens[..., 1:]`` in front.
           initial_carry: what earlier tokens left; None starts from zeros.
           return_carry: also return the carry after the last token, for the next piece or for ``step``.
 
@@ -225,9 +230,14 @@ class Mamba3(nnx.Module):
           ``[..., seq, in_features]``, or that and the carry.
         """
         require_features(x, self.in_features)
+        if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
+            sizes = {"...": x.shape[:-2], "seq": x.shape[-2]}
+            segment_ids = shapes.labels("Mamba3", "segment_ids", segment_ids, ("...", "seq"), sizes)
+            x = jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
         y, state = mamba3(
             **self.scan_operands(x),
             initial_state=initial_carry,
+            segment_ids=segment_ids,
             cu_seqlens=cu_seqlens,
             return_final_state=True,
             chunk_size=self.chunk_size,

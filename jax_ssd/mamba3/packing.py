@@ -1,0 +1,88 @@
+"""Segment ids of Mamba-3, told to the scan by its operands, so that every kernel takes them.
+
+A decay of nothing in front of a segment's first token forgets the state, and with it what the token before would still
+have added. The phase runs on, which turns keys and queries alike. Padding is a token without effect; see `separated`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jax_ssd import segments
+from jax_ssd.mamba2.reference import accumulator
+from jax_ssd.mamba3 import phase
+from jax_ssd.mamba3.reference import Operands, State, initial_state, per_head
+
+
+def separated(o: Operands, runs: jax.Array) -> Operands:
+    """The operands of one sequence per row that computes each run of tokens as if it were alone.
+
+    Padding has a value of zero, no rotation and no decay, and nothing that it holds is used. What the token before it
+    still has to add is added by the first padding behind it, whose step size and trap are therefore those of the next
+    real token. Behind the last real token the step size is zero, since nothing is to be added there yet.
+    """
+    seq = o.v.shape[1]
+    if seq == 0:
+        return o
+    number, real = segments.split_runs(runs)
+    fresh = jnp.concatenate([jnp.zeros_like(real[:, :1]), number[:, 1:] != number[:, :-1]], axis=1)[:, None]
+    next_real = jax.lax.cummin(jnp.where(real, _positions(runs), seq), axis=1, reverse=True)
+    index, followed = jnp.minimum(next_real, seq - 1)[:, None], (next_real < seq)[:, None]
+
+    def ahead(a):  # a padding's is that of the next real token
+        return jnp.where(followed, jnp.where(real[:, None], a, jnp.take_along_axis(a, index, axis=2)), 0)
+
+    nothing = 2 * math.log(jnp.finfo(o.adt.dtype).tiny)  # the log of what is zero in this type
+    return o._replace(
+        **{name: _where_real(real, getattr(o, name)) for name in ("q", "k", "v", "angles")},
+        z=None if o.z is None else _where_real(real, o.z),
+        adt=jnp.where(fresh, nothing, jnp.where(real[:, None], o.adt, 0)),
+        dt=ahead(o.dt),
+        trap=ahead(o.trap),
+    )
+
+
+def without_padding(y: jax.Array, runs: jax.Array) -> jax.Array:
+    """y [batch, seq, ...], zero at padding."""
+    return _where_real(runs >= 0, y)
+
+
+def final_state(o: Operands, runs: jax.Array, end: State, rotary: str) -> State:
+    """The state behind each row's last real token, from that of `separated` operands, whose last token may be padding."""
+    if o.v.shape[1] == 0:
+        return end
+    last = jnp.where(runs >= 0, _positions(runs), -1).max(axis=1)[:, None]
+    k, v = last_key_and_value(o, last, last < 0, end.angle, initial_state(o), rotary)
+    return end._replace(k=k, v=v)
+
+
+def last_key_and_value(
+    o: Operands, last: jax.Array, empty: jax.Array, angle: jax.Array, start: State, rotary: str
+) -> tuple[jax.Array, jax.Array]:
+    """The k and v of the states of each row's sequences, looked up in the operands.
+
+    Args:
+      o: for k, its bias and v; at least one token.
+      last: [batch, sequences], each sequence's last token.
+      empty: [batch, sequences], where there is none: then the k and v of `start` are passed through.
+      angle: [batch, sequences, heads, pairs], the phase of the last token.
+      start: the states before.
+      rotary: how pairs lie.
+    """
+    dtype, heads = accumulator(o.v.dtype), o.v.shape[2]
+    rows = jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))
+    k = jax.vmap(lambda a: per_head(a, heads), 1, 1)(rows(o.k, last).astype(dtype))
+    k = phase.rotate(k + o.k_bias.astype(dtype)[:, None], angle[:, :, :, None], rotary)
+    v = rows(o.v, last).astype(dtype)
+    empty = empty[..., None, None]
+    return jnp.where(empty[..., None], start.k, k), jnp.where(empty, start.v, v)
+
+
+def _positions(runs: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, runs.shape, 1)
+
+
+def _where_real(real: jax.Array, array: jax.Array) -> jax.Array:
+    """The array [batch, seq, ...], zero at padding."""
+    return jnp.where(real.reshape(*real.shape, *(1,) * (array.ndim - 2)), array, jnp.zeros((), array.dtype))
