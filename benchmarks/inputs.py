@@ -55,8 +55,8 @@ def numpy_dtype(name: str) -> Any:
 
 
 def pieces(case: Case) -> list[slice]:
-    """The tokens that are compared."""
-    size = PIECE["mamba3" if case.rank else "mamba2"]
+    """The tokens that are compared. Of a packed row they lie in its first and in its last sequence."""
+    size = min(PIECE["mamba3" if case.rank else "mamba2"], case.seq // case.sequences)
     if case.seq <= 2 * size:
         return [slice(0, case.seq)]
     return [slice(0, size), slice(case.seq - size, case.seq)]

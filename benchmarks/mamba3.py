@@ -7,6 +7,7 @@ halves. Both carry the gate z and the skip D, as a model layer does; a quarter o
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -96,7 +97,8 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
     import jax_ssd
 
     given = {name: arrays.get(name) for name in ("mimo_v", "mimo_o")} | arrays
-    return jax_ssd.mamba3(**given, rotary="pairwise" if case.rank == 1 else "half", **options)
+    rotary: Any = "pairwise" if case.rank == 1 else "half"
+    return jax_ssd.mamba3(**given, **case.boundaries(), rotary=rotary, **options)
 
 
 def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
@@ -110,5 +112,12 @@ def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> t
 
 
 def define(case: Case, operands: list[Any]) -> Any:
-    """The token-by-token definition on operands in call order. Tests compare it with one written apart from it."""
-    return call(case, dict(zip(operand_names(case), operands, strict=True)), implementation="reference")
+    """The token-by-token definition on operands in call order. Tests compare it with one written apart from it.
+
+    The operands are pieces of rows, each of one sequence.
+    """
+    return call(
+        replace(case, sequences=1, packing=""),
+        dict(zip(operand_names(case), operands, strict=True)),
+        implementation="reference",
+    )

@@ -191,7 +191,8 @@ def _sizes(case: dict[str, Any]) -> str:
     sizes = [case[name] for name in ("batch", "seq", "groups", "heads", "state", "head_dim")]
     rank = f", rank {case['rank']}" if case.get("rank") else ""  # files from before Mamba-3 name none
     dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
-    return f"{case['name']} ({','.join(map(str, sizes))}){rank}{dtype}"
+    packing = f", {case['sequences']} by {case['packing']}" if case.get("packing") else ""
+    return f"{case['name']} ({','.join(map(str, sizes))}){rank}{packing}{dtype}"
 
 
 def _cell(row: dict[str, Any] | None, best: dict[str, Any] | None) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ssd.mamba2.api import mamba2, mamba2_step
 from jax_ssd.mamba3.api import MAX_RANK, Mamba3State, mamba3, mamba3_step
@@ -19,7 +20,8 @@ class Size:
 
     x is [batch, seq, heads, head_dim], B and C [batch, seq, groups, state]; Mamba-3 calls them v, k and q. With
     `softplus` the call carries a dt_bias and applies softplus, as a model layer does; without it dt is the step itself.
-    `seq` is 1 for the step cases.
+    `seq` is 1 for the step cases. A row of Mamba-3 may be packed with `sequences` of the same length, told apart by the
+    argument that `packing` names: "segment_ids" or "cu_seqlens".
     """
 
     name: str
@@ -33,6 +35,8 @@ class Size:
     softplus: bool = False
     source: str = ""
     rank: int = 0
+    sequences: int = 1
+    packing: str = ""
 
     def __post_init__(self) -> None:
         for field in ("batch", "seq", "groups", "heads", "state", "head_dim"):
@@ -44,6 +48,14 @@ class Size:
             raise ValueError(f"size {self.name!r}: dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
         if not 0 <= self.rank <= MAX_RANK:
             raise ValueError(f"size {self.name!r}: rank must be from 0 to {MAX_RANK}, got {self.rank}")
+        if self.packing not in (("", "segment_ids", "cu_seqlens") if self.rank else ("",)):
+            raise ValueError(
+                f"size {self.name!r}: packing must be empty, or of Mamba-3 an argument, got {self.packing!r}"
+            )
+        if self.sequences < 1 or self.seq % self.sequences or (self.sequences > 1) != bool(self.packing):
+            raise ValueError(
+                f"size {self.name!r}: sequences must divide seq and be 1 without packing, got {self.sequences}"
+            )
 
     @property
     def itemsize(self) -> int:
@@ -51,6 +63,15 @@ class Size:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def boundaries(self) -> dict[str, jax.Array]:
+        """The argument that packs the rows, none without packing; to the compiler it is no constant."""
+        if not self.packing:
+            return {}
+        length = self.seq // self.sequences
+        by_token = self.packing == "segment_ids"
+        row = jnp.arange(self.seq) // length if by_token else length * jnp.arange(self.sequences + 1)
+        return {self.packing: jax.lax.optimization_barrier(jnp.broadcast_to(row, (self.batch, *row.shape)))}
 
 
 def _models() -> list[Size]:
@@ -89,6 +110,13 @@ def _mamba3() -> list[Size]:
         Size("tiny_mimo_step", 2, 1, 2, 4, 16, 8, dtype="float32", rank=2),
         Size("tiny_siso", 2, 50, 1, 4, 16, 8, dtype="float32", rank=1),
         Size("tiny_mimo", 2, 50, 2, 4, 16, 8, dtype="float32", rank=2),
+        *(
+            Size(f"{kind}_{name}", 1, 16384, 1, 32, 128, 64, rank=rank, sequences=16, packing=packing)
+            for kind, rank in kinds.items()
+            for name, packing in (("segments", "segment_ids"), ("sequences", "cu_seqlens"))
+        ),
+        Size("tiny_segments", 2, 50, 2, 4, 16, 8, dtype="float32", rank=2, sequences=5, packing="segment_ids"),
+        Size("tiny_sequences", 2, 50, 1, 4, 16, 8, dtype="float32", rank=1, sequences=5, packing="cu_seqlens"),
     ]
 
 
@@ -169,7 +197,8 @@ def programs(
         return tuple(jax.ShapeDtypeStruct(s, size.dtype if n in NARROW else "float32") for n, s in shapes.items())
 
     def forward(*operands: jax.Array) -> jax.Array:
-        return scan(**dict(zip(of_scan, operands, strict=True)), implementation=implementation)
+        given = dict(zip(of_scan, operands, strict=True))
+        return scan(**given, **size.boundaries(), implementation=implementation)
 
     def loss(*operands: jax.Array) -> jax.Array:
         return forward(*operands).astype("float32").sum()

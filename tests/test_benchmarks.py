@@ -140,8 +140,9 @@ def test_a_wrong_row_is_nobodys_yardstick():
 
 
 @pytest.mark.slow
-def test_mamba3(tmp_path):
-    words = "tiny_mimo --passes forward_backward --implementations plain_xla --repeats 2 --sample-ms 1 --in-process"
+@pytest.mark.parametrize("name", ["tiny_mimo", "tiny_segments", "tiny_sequences"])
+def test_mamba3(name, tmp_path):
+    words = f"{name} --passes forward_backward --implementations plain_xla --repeats 2 --sample-ms 1 --in-process"
     (row,) = run.main([*words.split(), "--output", str(tmp_path)])["rows"]
     assert row["status"] == "ok"
     assert {"y", "dq", "dangles", "dtrap", "dz"} <= set(row["errors"])

@@ -49,7 +49,7 @@ def without_padding(y: jax.Array, runs: jax.Array) -> jax.Array:
 
 
 def final_state(o: Operands, runs: jax.Array, end: State, rotary: str) -> State:
-    """The state behind each row's last real token, from that of `separated` operands, whose last token may be padding."""
+    """The state behind each row's last real token, from that of `separated` operands, which may end in padding."""
     if o.v.shape[1] == 0:
         return end
     last = jnp.where(runs >= 0, _positions(runs), -1).max(axis=1)[:, None]
