@@ -144,6 +144,39 @@ def test_packed_sequences_equal_separate_runs():
 
 
 @pytest.mark.parametrize("variant", ["siso", "mimo, every option"])
+def test_segments_equal_separate_runs(variant):
+    """Of rows with padding anywhere, whose content is not seen; the carry goes on from the last segment."""
+    layer = build(**VARIANTS[variant])
+    x, start = make(0, 2, 13, FEATURES), filled(layer.initialize_carry((2, FEATURES)))
+    ids = np.array([[-1, 4, 4, -1, 4, 2, 2, -1, 2, 7, 7, 7, -1], [0] * 3 + [1] * 3 + [5] * 3 + [8] * 3 + [-1]])
+    x = jnp.where((ids >= 0)[..., None], x, jnp.nan)
+    graphdef, params = nnx.split(layer)
+
+    @partial(jax.jit, static_argnums=2)
+    def packed(params, x, segmented, start):
+        def loss(params):
+            options = {"segment_ids": ids} if segmented else {}
+            y, carry = nnx.merge(graphdef, params)(x, **options, initial_carry=start, return_carry=True)
+            return (y**2).sum(), (y, carry)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    gradients, (y, carry) = packed(params, x, True, start)
+    assert (y[ids < 0] == 0).all()
+    following, total = make(1, 2, 3, FEATURES), jax.tree.map(jnp.zeros_like, params)
+    after = run(layer, following, carry=carry)[0]
+    for b, row in enumerate(ids):
+        own = Mamba3State(*(a[b : b + 1] for a in start))
+        for label in dict.fromkeys(row[row >= 0]):
+            gradient, (alone, last) = packed(params, x[b : b + 1, row == label], False, own)
+            assert_close(y[b, row == label], alone[0])
+            total, own = jax.tree.map(jnp.add, total, gradient), None
+        assert_close(after[b], run(layer, following[b : b + 1], carry=last)[0][0], 5e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(total), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-4, atol=5e-4 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("variant", ["siso", "mimo, every option"])
 def test_gradient_through_steps_equals_gradient_through_the_sequence(variant):
     layer = build(**VARIANTS[variant])
     graphdef, params = nnx.split(layer)

@@ -110,7 +110,6 @@ def test_nested_vmap_equals_a_loop(one_example):
 
 @pytest.mark.slow
 def test_packs_are_mapped_with_boundaries_and_states_of_their_own():
-    """What the refusal of a second row beside cu_seqlens advises."""
     case = dataclasses.replace(PLAIN, batch=1, cu_seqlens=(0, 3, 3, 20))
     packs = [case.inputs(seed) for seed in range(2)]
     packs[1]["cu_seqlens"] = jnp.array([0, 7, 12, 20], jnp.int32)

@@ -68,8 +68,9 @@ def test_prefill_and_decode_equal_the_parallel_pass(mixer):
         np.testing.assert_allclose(got, part, rtol=1e-4, atol=1e-5)
 
 
-def test_left_padded_prompts_equal_prompts_alone():
-    graphdef, params = build()
+@MIXERS
+def test_left_padded_prompts_equal_prompts_alone(mixer):
+    graphdef, params = build(**mixer)
     ids = jnp.asarray([[-1] * 4 + [0] * 9, [0] * 13], jnp.int32)
     _, got = jax.jit(lambda params: prefill(nnx.merge(graphdef, params), TOKENS, segment_ids=ids))(params)
     np.testing.assert_allclose(got[0], logits_of(graphdef, params, TOKENS[:1, 4:])[0, -1], rtol=1e-4, atol=1e-5)
@@ -122,8 +123,6 @@ def test_generation_names_mistakes():
         LanguageModelConfig(mixer="mamba4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mimo_rank is of mixer='mamba3', got 4 with 'mamba2'"):
         LanguageModelConfig(mimo_rank=4)
-    with pytest.raises(NotImplementedError, match="segment_ids: Mamba-3 layers take no padding"):
-        prefill(nnx.merge(*build(mixer="mamba3")), TOKENS, segment_ids=jnp.zeros_like(TOKENS))
 
 
 def test_bits():
