@@ -143,7 +143,7 @@ def test_packed_sequences_equal_separate_runs():
         assert_same_state(Mamba3State(*(a[j : j + 1] for a in carry)), last)
 
 
-@pytest.mark.parametrize("variant", ["siso", "mimo, every option"])
+@pytest.mark.parametrize("variant", ["siso", pytest.param("mimo, every option", marks=pytest.mark.slow)])
 def test_segments_equal_separate_runs(variant):
     """Of rows with padding anywhere, whose content is not seen; the carry goes on from the last segment."""
     layer = build(**VARIANTS[variant])
@@ -155,7 +155,7 @@ def test_segments_equal_separate_runs(variant):
     @partial(jax.jit, static_argnums=2)
     def packed(params, x, segmented, start):
         def loss(params):
-            options = {"segment_ids": ids} if segmented else {}
+            options: dict[str, Any] = {"segment_ids": ids} if segmented else {}
             y, carry = nnx.merge(graphdef, params)(x, **options, initial_carry=start, return_carry=True)
             return (y**2).sum(), (y, carry)
 

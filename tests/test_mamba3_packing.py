@@ -30,7 +30,7 @@ IDS = np.array([[-1, -1, 5, 5, -1, -3, 5, 2, 2, -1, -1, 7, 7, 7, 5, -1, 5, -1, -
 
 def row(arrays: dict, b: int) -> dict:
     """One row of a call, its axis kept."""
-    one = {n: a[b : b + 1] if n in TOKENS and a is not None else a for n, a in arrays.items()}
+    one: dict[str, Any] = {n: a[b : b + 1] if n in TOKENS and a is not None else a for n, a in arrays.items()}
     if one.get("initial_state") is not None:
         one["initial_state"] = Mamba3State(*(a[b : b + 1] for a in one["initial_state"]))
     return one
@@ -57,7 +57,7 @@ def apart(run, arrays: dict, ids):
 
 def turned(state, angle, rotary) -> Mamba3State:
     """The same state, its angle counted from elsewhere."""
-    by = np.asarray(angle) - np.asarray(state[0])
+    by = jnp.asarray(angle) - jnp.asarray(state[0])
     k_by = by if state[2].ndim == 3 else by[..., None, :]
     ssm, k = phase.rotate(state[1], by[..., None, :], rotary), phase.rotate(state[2], k_by, rotary)
     return Mamba3State(angle, ssm, k, state[3])
@@ -90,7 +90,7 @@ def test_gradients_of_segments_are_those_of_separate_sequences(rank, implementat
     arrays = wide(case(rank=rank, initial=True))
     following = {n: a for n, a in wide(case(3, rank=rank, seq=1)).items() if n in TOKENS}
     following = {n: a[:, :, 0] if n in ("adt", "dt", "trap") else a[:, 0] for n, a in following.items()}
-    absent = {} if rank else {"mimo_v": None, "mimo_o": None}
+    absent: dict[str, Any] = {} if rank else {"mimo_v": None, "mimo_o": None}
 
     def loss(run, arrays):
         y, state = run(arrays)
@@ -232,24 +232,25 @@ BOUNDS = np.array([[0, 0, 7, 7, 19], [0, 5, 6, 19, 19]])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lead", [(2,), (2, 1), ()])
 def test_boundaries_have_the_leading_axes_of_v(lead, implementation):
-    arrays = case(batch=len(lead) and 2 or 1)
-    start = case(initial=True, batch=1, sequences=8)["initial_state"]
-    start = Mamba3State(*(a.reshape(2, 4, *a.shape[1:])[: lead and 2 or 1] for a in start))
+    rows = 2 if lead else 1
+    arrays = case(batch=rows)
+    start = case(initial=True, batch=1, sequences=4 * rows)["initial_state"]
+    start = Mamba3State(*(a.reshape(rows, 4, *a.shape[1:]) for a in start))
 
-    def led(array, axes=1):
-        return array.reshape(*lead, *array.shape[axes:])
+    def led(array):
+        return array.reshape(*lead, *array.shape[1:])
 
-    given = {n: led(a) if n in TOKENS and a is not None else a for n, a in arrays.items()}
+    given: dict[str, Any] = {n: led(a) if n in TOKENS and a is not None else a for n, a in arrays.items()}
     y, state = jax_ssd.mamba3(
         **given,
-        cu_seqlens=led(BOUNDS[: lead and 2 or 1]),
+        cu_seqlens=led(BOUNDS[:rows]),
         initial_state=Mamba3State(*map(led, start)),
         return_final_state=True,
         chunk_size=5,
         precision="highest",
         implementation=implementation,
     )
-    for b, bounds in enumerate(BOUNDS[: lead and 2 or 1]):
+    for b, bounds in enumerate(BOUNDS[:rows]):
         one = row(arrays, b) | {"initial_state": Mamba3State(*(a[b] for a in start))}
         expected, last = oracle.packed(bounds, **wide(one))
         assert error(y.reshape(-1, *y.shape[-3:])[b : b + 1], expected) < 2.2e-6
@@ -284,8 +285,9 @@ SLIPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", SLIPS)
 def test_slips_are_named(words):
+    packing: Any = {name: np.array(value) for name, value in SLIPS[words].items()}
     with pytest.raises(ValueError) as caught:
-        jax_ssd.mamba3(**case(), **{name: np.array(value) for name, value in SLIPS[words].items()})
+        jax_ssd.mamba3(**case(), **packing)
     assert words in str(caught.value)
 
 
