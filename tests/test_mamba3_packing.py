@@ -83,8 +83,10 @@ def test_segments_are_separate_sequences(rank, rotary, initial, implementation):
         assert state_error(turned(own, last[0], rotary), last) < 2.2e-6
 
 
-@pytest.mark.parametrize("rank", [2, None])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "rank, implementation",
+    [(2, "xla"), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(None, "xla"), (2, "reference")])],
+)
 def test_gradients_of_segments_are_those_of_separate_sequences(rank, implementation, x64):
     """Of y, and of what the next token makes of the final state."""
     arrays = wide(case(rank=rank, initial=True))
@@ -193,7 +195,7 @@ def test_one_custom_call_under_vmap(packing, without_compiling):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
+@pytest.mark.parametrize("packing", ["segment_ids", pytest.param("cu_seqlens", marks=pytest.mark.slow)])
 def test_shards_move_no_activation(packing):
     """On a mesh of 2 x 4, rows and heads cut."""
     case = cases.Case("", batch=2, seq=12, heads=8, head_dim=4, groups=8, state=8, rank=2, pairs=2, chunk_size=4)
