@@ -194,6 +194,25 @@ def test_one_custom_call_under_vmap(packing, without_compiling):
     assert "stablehlo.while" not in text
 
 
+def test_without_padding_nothing_but_the_decay_is_touched(without_compiling):
+    """An unsigned id is not negative, which is known without looking at it."""
+    case = cases.Case("", **{**SMALL, "dtype": "float32"})
+    given = case.inputs()
+
+    def grown(ids):
+        function = jax.value_and_grad(lambda given, ids: (case.scan({**given, "segment_ids": ids})["y"] ** 2).sum())
+        plain = lowered(jax.value_and_grad(lambda given: (case.scan(given)["y"] ** 2).sum()), given)
+        wide = "x20x2x16xf32>"  # of v, z and y
+        texts = (lowered(function, given, ids), plain)
+        found, before = (sum(wide in line for line in t.splitlines() if "stablehlo.select" in line) for t in texts)
+        return found - before
+
+    ids = np.where(IDS < 0, 0, IDS)[:, [*range(19), 0]]
+    assert grown(ids.astype(np.uint8)) == 0 < grown(ids)
+    y, padded = (case.scan({**given, "segment_ids": i}) for i in (ids.astype(np.uint8), ids))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), y, padded)
+
+
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("packing", ["segment_ids", pytest.param("cu_seqlens", marks=pytest.mark.slow)])
 def test_shards_move_no_activation(packing):

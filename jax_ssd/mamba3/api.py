@@ -10,7 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from jax_ssd import config, dispatch, manual_axes, op, segments, shapes
+from jax_ssd import config, dispatch, manual_axes, op, shapes
 from jax_ssd.derivatives import guarded, in_words, present
 from jax_ssd.mamba2.api import Implementation
 from jax_ssd.mamba2.reference import accumulator
@@ -161,7 +161,8 @@ def mamba3(
       segment_ids: [..., seq] integers, labels of packed sequences as in `mamba2`. The state is set to zero between
         neighbours with different ids; the first segment starts from initial_state, and the final state is that of the
         last. A negative id marks padding: y is 0 there, the state stays, no gradient flows, and it is no boundary by
-        itself. Any number of segments, on the kernels of one sequence per row. Their phases go on from each other, so
+        itself. Any number of segments, on the kernels of one sequence per row; with ids of an unsigned type, which have
+        no padding, in the same time, while padding costs copies of the arrays. Phases go on from segment to segment, so
         the final state's angle counts from the row's first token. What is not finite in a segment may reach the row's
         later tokens of that head, and gradients of the row. None: one segment.
       cu_seqlens: [..., sequences + 1] integers, the other way to pack: sequences with a state each, which nothing of
@@ -213,15 +214,16 @@ def mamba3(
     sizes = _sizes(name, arrays, lead=v.shape[:-3], seq=v.shape[-3])
     sizes["states"] = sizes["..."]
     bounds = None if cu_seqlens is None else _boundaries(name, cu_seqlens, sizes)
-    runs = None if segment_ids is None else _runs(name, segment_ids, sizes)
-    if bounds is not None and runs is not None:
+    ids = None if segment_ids is None else shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+    if bounds is not None and ids is not None:
         raise ValueError(
             f"{name}: segment_ids: expected None beside cu_seqlens, got an array; each of them says alone where packed "
             "sequences begin."
         )
     _check(name, arrays, sizes, ("...", "seq"), "initial_state")
     given = Operands(**_canonical(arrays, sizes, "initial_state", packed=bounds is not None), cu_seqlens=bounds)
-    operands = given if runs is None else packing.separated(given, runs)
+    ids = None if ids is None else ids.reshape(given.v.shape[:2])
+    operands = given if ids is None else packing.separated(given, ids)
     spec = _spec(
         name,
         operands,
@@ -241,14 +243,14 @@ def mamba3(
         with in_words(name):
             results = vjp.scan(spec, guarded(operands, name))
     lead, y = sizes["..."], results[0]
-    if runs is not None:
-        y = packing.without_padding(y, runs)
+    if ids is not None:
+        y = packing.without_padding(y, ids)
     y = checkpoint_name(y.reshape(*lead, *y.shape[1:]), "mamba3_y")
     if not spec.return_final_state:
         return y
     end = reference.State(*results[1:])
-    if runs is not None:
-        end = packing.final_state(given, runs, end, spec.rotary)
+    if ids is not None:
+        end = packing.final_state(given, ids, end, spec.rotary)
     types = _state_types(v, initial_state)
     state = (a.reshape(*sizes["states"], *a.shape[2:]).astype(t) for a, t in zip(end, types, strict=True))
     state = _public(Mamba3State(*state), "mimo_v" in arrays)
@@ -514,12 +516,6 @@ def _sizes(name: str, arrays: dict[str, jax.Array], lead: tuple[int, ...], seq: 
     sizes = {"...": lead, "heads": heads, "head_dim": head_dim, "groups": groups, "state": state}
     sizes |= {"rank": rank, "pairs": pairs, "heads * head_dim": heads * head_dim}
     return sizes if seq is None else sizes | {"seq": seq}
-
-
-def _runs(name: str, segment_ids, sizes: dict[str, Any]) -> jax.Array:
-    """segment_ids as run numbers [batch, seq], see segments.py."""
-    ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
-    return segments.runs_from_segment_ids(ids.reshape(math.prod(sizes["..."]), sizes["seq"]))
 
 
 def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:

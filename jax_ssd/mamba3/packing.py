@@ -15,8 +15,13 @@ from jax_ssd.mamba3 import phase
 from jax_ssd.mamba3.reference import Operands, State, initial_state, per_head
 
 
-def separated(o: Operands, runs: jax.Array) -> Operands:
-    """The operands of one sequence per row that computes each run of tokens as if it were alone.
+def may_pad(segment_ids: jax.Array) -> bool:
+    """Whether there can be padding, as its type says: no unsigned id is negative."""
+    return not jnp.issubdtype(segment_ids.dtype, jnp.unsignedinteger)
+
+
+def separated(o: Operands, segment_ids: jax.Array) -> Operands:
+    """The operands of one sequence per row that computes each segment as if it were alone.
 
     Padding has a value of zero, no rotation and no decay, and nothing that it holds is used. What the token before it
     still has to add is added by the first padding behind it, whose step size and trap are therefore those of the next
@@ -25,15 +30,17 @@ def separated(o: Operands, runs: jax.Array) -> Operands:
     seq = o.v.shape[1]
     if seq == 0:
         return o
-    number, real = segments.split_runs(runs)
+    number, real = segments.split_runs(segments.runs_from_segment_ids(segment_ids))
     fresh = jnp.concatenate([jnp.zeros_like(real[:, :1]), number[:, 1:] != number[:, :-1]], axis=1)[:, None]
-    next_real = jax.lax.cummin(jnp.where(real, _positions(runs), seq), axis=1, reverse=True)
+    nothing = 2 * math.log(jnp.finfo(o.adt.dtype).tiny)  # the log of what is zero in this type
+    if not may_pad(segment_ids):
+        return o._replace(adt=jnp.where(fresh, nothing, o.adt))
+    next_real = jax.lax.cummin(jnp.where(real, _positions(real), seq), axis=1, reverse=True)
     index, followed = jnp.minimum(next_real, seq - 1)[:, None], (next_real < seq)[:, None]
 
     def ahead(a):  # a padding's is that of the next real token
         return jnp.where(followed, jnp.where(real[:, None], a, jnp.take_along_axis(a, index, axis=2)), 0)
 
-    nothing = 2 * math.log(jnp.finfo(o.adt.dtype).tiny)  # the log of what is zero in this type
     return o._replace(
         **{name: _where_real(real, getattr(o, name)) for name in ("q", "k", "v", "angles")},
         z=None if o.z is None else _where_real(real, o.z),
@@ -43,16 +50,16 @@ def separated(o: Operands, runs: jax.Array) -> Operands:
     )
 
 
-def without_padding(y: jax.Array, runs: jax.Array) -> jax.Array:
+def without_padding(y: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """y [batch, seq, ...], zero at padding."""
-    return _where_real(runs >= 0, y)
+    return _where_real(segment_ids >= 0, y) if may_pad(segment_ids) else y
 
 
-def final_state(o: Operands, runs: jax.Array, end: State, rotary: str) -> State:
+def final_state(o: Operands, segment_ids: jax.Array, end: State, rotary: str) -> State:
     """The state behind each row's last real token, from that of `separated` operands, which may end in padding."""
-    if o.v.shape[1] == 0:
+    if o.v.shape[1] == 0 or not may_pad(segment_ids):
         return end
-    last = jnp.where(runs >= 0, _positions(runs), -1).max(axis=1)[:, None]
+    last = jnp.where(segment_ids >= 0, _positions(segment_ids), -1).max(axis=1)[:, None]
     k, v = last_key_and_value(o, last, last < 0, end.angle, initial_state(o), rotary)
     return end._replace(k=k, v=v)
 
@@ -79,8 +86,8 @@ def last_key_and_value(
     return jnp.where(empty[..., None], start.k, k), jnp.where(empty, start.v, v)
 
 
-def _positions(runs: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, runs.shape, 1)
+def _positions(tokens: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
 
 
 def _where_real(real: jax.Array, array: jax.Array) -> jax.Array:
