@@ -102,16 +102,19 @@ def define(definition: Definition) -> Callable[..., tuple[jax.Array, ...]]:
     # One jit around the stack: an eager call on sharded arrays is partitioned too.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def call(spec, *operands):
-        return over_explicit_axes(definition, spec, stacked(spec))(*operands)
+        return over_explicit_axes(definition.letters(spec), stacked(spec))(*operands)
 
     return call
 
 
-def over_explicit_axes(definition: Definition, spec, function: Function) -> Function:
-    """`function` of an op's operands, also where shardings are part of their types: inside, the compiler chooses."""
+def over_explicit_axes(letters: tuple[Sequence[str], Sequence[str]], function: Function) -> Function:
+    """`function`, also where shardings are part of its operands' types: inside, the compiler chooses.
+
+    letters: the axes of operands and of results, as in Definition.letters.
+    """
 
     def run(*operands):
-        specs = partition.explicit_results(operands, *definition.letters(spec))
+        specs = partition.explicit_results(operands, *letters)
         if specs is None:
             return function(*operands)
         automatic: Any = jax.sharding.auto_axes(function, out_sharding=specs)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ssd
@@ -243,6 +243,38 @@ def test_shards_move_no_activation(packing):
     assert set(collectives) == {"all-reduce"}, collectives
     assert max(collectives["all-reduce"]) <= case.heads * case.rank * case.state, collectives  # of parameters
     assert_same(program(placed, value), want)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("how", ["explicit", "shard_map"])
+def test_on_manual_and_on_explicit_axes(how):
+    case = cases.Case("", batch=2, seq=8, heads=4, head_dim=4, groups=4, state=8, rank=2, pairs=2, chunk_size=4)
+    given, ids = case.inputs(), jnp.array([[1] * 3 + [-1] + [2] * 4, [3] * 7 + [-1]])
+
+    def loss(given, ids):
+        return sum((a**2).sum() for a in case.scan({**given, "segment_ids": ids}).values())
+
+    def spec(name):
+        if name in ("q", "k"):
+            return P("data", None, None, "model")
+        return P(*SPECS[name][: given[name].ndim])
+
+    want = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(given, ids))
+    specs, kind = {name: spec(name) for name in given}, AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in given.items()}
+        labels = jax.device_put(ids, NamedSharding(mesh, P("data")))
+        function = loss
+        if how == "shard_map":
+            function = jax.shard_map(
+                lambda given, ids: jax.lax.psum(loss(given, ids), ("data", "model")),
+                in_specs=(specs, P("data")),
+                out_specs=P(),
+            )
+        got = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(function))(placed, labels))
+    assert_same(got, want)
 
 
 # Boundaries for each row.

@@ -451,7 +451,7 @@ def _reference(definition: op.Definition, spec: ops.Spec, operands, run) -> tupl
         return run(given, spec.rotary, spec.norm_eps)
 
     whole = dataclasses.replace(spec, return_final_state=True)
-    return op.over_explicit_axes(definition, whole, function)(*present(spec, operands))
+    return op.over_explicit_axes(definition.letters(whole), function)(*present(spec, operands))
 
 
 _ARGUMENTS = (

@@ -15,8 +15,16 @@ import jax.numpy as jnp
 
 from jax_ssd.mamba2.reference import accumulator
 from jax_ssd.mamba3 import phase
-from jax_ssd.mamba3.packing import last_key_and_value
-from jax_ssd.mamba3.reference import Operands, State, epilogue, expand, initial_state, per_head, weights
+from jax_ssd.mamba3.reference import (
+    Operands,
+    State,
+    epilogue,
+    expand,
+    initial_state,
+    last_key_and_value,
+    per_head,
+    weights,
+)
 
 ROWS = 64  # tokens x ranks of a chunk, by default
 
@@ -203,4 +211,4 @@ def _final_state(o: Operands, start: State, end: _Carry, rotary: str) -> State:
     if bounds is None:
         bounds = jnp.broadcast_to(jnp.array([0, seq], jnp.int32), (batch, 2))
     last, empty = bounds[:, 1:] - 1, bounds[:, 1:] == bounds[:, :-1]
-    return State(angle, end.ssm, *last_key_and_value(o, last, empty, angle, start, rotary))
+    return State(angle, end.ssm, *last_key_and_value(last, empty, o.k, o.k_bias, o.v, angle, start.k, start.v, rotary))

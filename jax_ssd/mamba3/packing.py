@@ -9,10 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import segments
-from jax_ssd.mamba2.reference import accumulator
-from jax_ssd.mamba3 import phase
-from jax_ssd.mamba3.reference import Operands, State, initial_state, per_head
+from jax_ssd import op, segments
+from jax_ssd.mamba3.reference import Operands, State, initial_state, last_key_and_value
 
 
 def may_pad(segment_ids: jax.Array) -> bool:
@@ -59,31 +57,15 @@ def final_state(o: Operands, segment_ids: jax.Array, end: State, rotary: str) ->
     """The state behind each row's last real token, from that of `separated` operands, which may end in padding."""
     if o.v.shape[1] == 0 or not may_pad(segment_ids):
         return end
-    last = jnp.where(segment_ids >= 0, _positions(segment_ids), -1).max(axis=1)[:, None]
-    k, v = last_key_and_value(o, last, last < 0, end.angle, initial_state(o), rotary)
+
+    def look_up(segment_ids, *arrays):
+        last = jnp.where(segment_ids >= 0, _positions(segment_ids), -1).max(axis=1)[:, None]
+        return last_key_and_value(last, last < 0, *arrays, rotary)
+
+    start = initial_state(o)
+    letters = (("bt", "btmgn", "rhmn", "bthp", "bsha", "bshmn", "bshp"), ("bshmn", "bshp"))
+    k, v = op.over_explicit_axes(letters, look_up)(segment_ids, o.k, o.k_bias, o.v, end.angle, start.k, start.v)
     return end._replace(k=k, v=v)
-
-
-def last_key_and_value(
-    o: Operands, last: jax.Array, empty: jax.Array, angle: jax.Array, start: State, rotary: str
-) -> tuple[jax.Array, jax.Array]:
-    """The k and v of the states of each row's sequences, looked up in the operands.
-
-    Args:
-      o: for k, its bias and v; at least one token.
-      last: [batch, sequences], each sequence's last token.
-      empty: [batch, sequences], where there is none: then the k and v of `start` are passed through.
-      angle: [batch, sequences, heads, pairs], the phase of the last token.
-      start: the states before.
-      rotary: how pairs lie.
-    """
-    dtype, heads = accumulator(o.v.dtype), o.v.shape[2]
-    rows = jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))
-    k = jax.vmap(lambda a: per_head(a, heads), 1, 1)(rows(o.k, last).astype(dtype))
-    k = phase.rotate(k + o.k_bias.astype(dtype)[:, None], angle[:, :, :, None], rotary)
-    v = rows(o.v, last).astype(dtype)
-    empty = empty[..., None, None]
-    return jnp.where(empty[..., None], start.k, k), jnp.where(empty, start.v, v)
 
 
 def _positions(tokens: jax.Array) -> jax.Array:

@@ -223,6 +223,28 @@ def initial_state(o: Operands) -> State:
     return State(*manual_axes.unified((*zeros, o.v))[:4])
 
 
+def last_key_and_value(last, empty, k, k_bias, v, angle, start_k, start_v, rotary: str) -> tuple[jax.Array, jax.Array]:
+    """The k and v of the states of each row's sequences, looked up in the tokens.
+
+    Args:
+      last: [batch, sequences], each sequence's last token.
+      empty: [batch, sequences], where there is none: then start_k and start_v are passed through.
+      k: the operand, of at least one token.
+      k_bias: the operand.
+      v: the operand.
+      angle: [batch, sequences, heads, pairs], the phase of the last token.
+      start_k: k of the state before.
+      start_v: v of the state before.
+      rotary: how pairs lie.
+    """
+    dtype, heads = start_k.dtype, v.shape[2]
+    rows = jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))
+    k = jax.vmap(lambda a: per_head(a, heads), 1, 1)(rows(k, last).astype(dtype))
+    k = phase.rotate(k + k_bias.astype(dtype)[:, None], angle[:, :, :, None], rotary)
+    empty = empty[..., None, None]
+    return jnp.where(empty[..., None], start_k, k), jnp.where(empty, start_v, rows(v, last).astype(dtype))
+
+
 def sequence_of_token(cu_seqlens: jax.Array, seq: int) -> jax.Array:
     """[batch, seq] int32: which sequence each token belongs to."""
     inner = cu_seqlens[:, 1:-1]

@@ -220,7 +220,8 @@ class Mamba3(nnx.Module):
         Args:
           x: ``[..., seq, in_features]``.
           segment_ids: ``[..., seq]`` integer labels of packed sequences; the state restarts where they change. Negative
-            ids mark padding (on either side, or between): its output is 0 and it changes nothing.
+            ids mark padding (on either side, or between): its output is 0 and it changes nothing. Ids of an unsigned
+            type have none, which saves time.
           cu_seqlens: ``[..., sequences + 1]`` integers, the other way to pack: where each sequence of a row begins, and
             seq, as in ``jax_ssd.mamba3``; carries then have the axes of ``cu_seqlens[..., 1:]`` in front.
           initial_carry: what earlier tokens left; None starts from zeros.
