@@ -161,10 +161,10 @@ def mamba3(
       segment_ids: [..., seq] integers, labels of packed sequences as in `mamba2`. The state is set to zero between
         neighbours with different ids; the first segment starts from initial_state, and the final state is that of the
         last. A negative id marks padding: y is 0 there, the state stays, no gradient flows, and it is no boundary by
-        itself. Any number of segments, on the kernels of one sequence per row; with ids of an unsigned type, which have
-        no padding, in the same time, while padding costs copies of the arrays. Phases go on from segment to segment, so
-        the final state's angle counts from the row's first token. What is not finite in a segment may reach the row's
-        later tokens of that head, and gradients of the row. None: one segment.
+        itself. Any number of segments, on the kernels of one sequence per row. With ids of an unsigned type there is no
+        padding, or it is one more segment, and no time is lost; padding costs copies of the arrays. Phases go on from
+        segment to segment, so the final state's angle counts from the row's first token. What is not finite in a
+        segment may reach the row's later tokens of that head, and gradients of the row. None: one segment.
       cu_seqlens: [..., sequences + 1] integers, the other way to pack: sequences with a state each, which nothing of
         the others reaches. Leading axes are those of v, or none where v is [1, seq, heads, head_dim]. Sequence j is
         tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1; from 0 to seq, never decreasing. An empty sequence passes its

@@ -60,7 +60,7 @@ def final_state(o: Operands, segment_ids: jax.Array, end: State, rotary: str) ->
 
     def look_up(segment_ids, *arrays):
         last = jnp.where(segment_ids >= 0, _positions(segment_ids), -1).max(axis=1)[:, None]
-        return last_key_and_value(last, last < 0, *arrays, rotary)
+        return last_key_and_value(last, last < 0, *arrays, rotary=rotary)
 
     start = initial_state(o)
     letters = (("bt", "btmgn", "rhmn", "bthp", "bsha", "bshmn", "bshp"), ("bshmn", "bshp"))
