@@ -69,7 +69,7 @@ def chunk_kernel_memory(case: Case, pass_name: str) -> int | None:
 
 
 def necessary_flops(case: Case, pass_name: str) -> int:
-    if case.rank and case.seq > 1:
+    if case.rank and not case.is_step:
         return mamba3.necessary_flops(case, pass_name == "forward_backward")
     tokens, heads, groups = case.batch * case.seq, case.heads, case.groups
     qn, qp, np = CHUNK * case.state, CHUNK * case.head_dim, case.state * case.head_dim

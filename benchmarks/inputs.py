@@ -70,7 +70,9 @@ def token_axis(case: Case, name: str) -> int | None:
 
 
 def token(case: Case, arrays: dict[str, Any], index: int = 0) -> tuple[Any, ...]:
-    """Operands of one step, in call order: a token of every row."""
+    """Operands of one step, in call order: a token of every row, or all of a step of several."""
+    if case.step:
+        return tuple(arrays[name] for name in operand_names(case))
     found = []
     for name in operand_names(case):
         axis = token_axis(case, name)

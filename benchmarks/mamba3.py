@@ -37,7 +37,7 @@ def shapes(case: Case, batch: int | None = None) -> dict[str, tuple[int, ...]]:
     named |= {"angles": (*value[:3], case.state // 4), "adt": scalar, "dt": scalar, "trap": scalar, "z": value}
     named |= {"D": (case.heads,), "mimo_v": weights, "mimo_z": weights, "mimo_o": weights, "dy": value}
     wanted = {name: shape for name, shape in named.items() if name in (*operand_names(case), "dy")}
-    if case.seq > 1:
+    if not case.is_step:
         return wanted
     pieces = ((case.state // 4,), (case.head_dim, case.state), (*rank, case.state), (case.head_dim,))
     return wanted | {name: (rows, case.heads, *piece) for name, piece in zip(STATE, pieces, strict=True)}
@@ -102,7 +102,7 @@ def call(case: Case, arrays: dict[str, Any], **options: Any) -> Any:
 
 
 def step(case: Case, state: Any, operands: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
-    """jax_ssd.mamba3_step on the four pieces of a state and one token's operands in call order."""
+    """jax_ssd.mamba3_step on the four pieces of a state and a step's operands in call order."""
     import jax_ssd
 
     given = {"mimo_v": None, "mimo_o": None} | dict(zip(operand_names(case), operands, strict=True))

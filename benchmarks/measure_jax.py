@@ -189,7 +189,8 @@ def _sequence_errors(case: Case, output: Any, reference: Any, backward: bool) ->
 
 def _expected(case: Case, inputs: _Inputs, names: list[str]) -> dict[str, jax.ShapeDtypeStruct]:
     """The reference's arrays by name, as benchmarks.reference.compute gives them."""
-    of_step = {"step_y": (case.heads, case.head_dim), "step_state": (case.heads, case.head_dim, case.state)}
+    seq = (case.seq,) if case.step else ()
+    of_step = {"step_y": (*seq, case.heads, case.head_dim), "step_state": (case.heads, case.head_dim, case.state)}
     shaped = {"y": inputs.checked["dy"].shape} | of_step
     shaped |= {f"d{name}": value.shape for name, value in inputs.checked.items()}
     return {name: jax.ShapeDtypeStruct(shaped[name], jnp.float32) for name in names}

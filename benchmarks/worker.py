@@ -58,8 +58,9 @@ class Job:
 
 
 def passes_of(case: Case, passes: tuple[str, ...]) -> list[str]:
-    """A case of one token is a step case: it has steps and decodes; the others have sequences."""
-    fitting = ("step", "decode") if case.seq == 1 else ("forward", "forward_backward")
+    """A step case has steps and, of one token each, decodes; the others have sequences."""
+    of_step = ("step",) if case.step else ("step", "decode")
+    fitting = of_step if case.is_step else ("forward", "forward_backward")
     return [name for name in passes if name in fitting]
 
 

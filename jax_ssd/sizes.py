@@ -20,8 +20,8 @@ class Size:
 
     x is [batch, seq, heads, head_dim], B and C [batch, seq, groups, state]; Mamba-3 calls them v, k and q. With
     `softplus` the call carries a dt_bias and applies softplus, as a model layer does; without it dt is the step itself.
-    `seq` is 1 for the step cases. A row of Mamba-3 may be packed with `sequences` of the same length, told apart by the
-    argument that `packing` names: "segment_ids" or "cu_seqlens".
+    `seq` is 1 for the step cases, or with `step` the tokens of one call. A row of Mamba-3 may hold several `sequences`,
+    all of one length, told apart by the argument that `packing` names: "segment_ids" or "cu_seqlens".
     """
 
     name: str
@@ -37,6 +37,7 @@ class Size:
     rank: int = 0
     sequences: int = 1
     packing: str = ""
+    step: bool = False
 
     def __post_init__(self) -> None:
         for field in ("batch", "seq", "groups", "heads", "state", "head_dim"):
@@ -56,6 +57,10 @@ class Size:
             raise ValueError(
                 f"size {self.name!r}: sequences must divide seq and be 1 without packing, got {self.sequences}"
             )
+
+    @property
+    def is_step(self) -> bool:
+        return self.step or self.seq == 1
 
     @property
     def itemsize(self) -> int:
@@ -107,7 +112,9 @@ def _mamba3() -> list[Size]:
         Size("mimo_first_f32", 4, 2048, 1, 32, 128, 64, dtype="float32", rank=4),
         Size("mimo_few_f32", 4, 2048, 1, 8, 128, 64, dtype="float32", rank=4),
         *(Size(f"mimo_step_b{batch}", batch, 1, 1, 64, 128, 64, rank=4) for batch in (1, 32, 64, 256)),
+        *(Size(f"mimo_step_b64_t{n}", 64, n, 1, 64, 128, 64, rank=4, step=True) for n in (2, 4, 8)),
         Size("tiny_mimo_step", 2, 1, 2, 4, 16, 8, dtype="float32", rank=2),
+        Size("tiny_mimo_step_t3", 2, 3, 2, 4, 16, 8, dtype="float32", rank=2, step=True),
         Size("tiny_siso", 2, 50, 1, 4, 16, 8, dtype="float32", rank=1),
         Size("tiny_mimo", 2, 50, 2, 4, 16, 8, dtype="float32", rank=2),
         *(
@@ -207,7 +214,7 @@ def programs(
         return step(**dict(zip(of_step, operands, strict=True)), implementation=implementation)
 
     made: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = {"step": (token, structs(of_step))}
-    if size.seq == 1:
+    if size.is_step:
         return made
     gradient = jax.grad(loss, argnums=tuple(range(len(of_scan))))
     return {"forward": (forward, structs(of_scan)), "backward": (gradient, structs(of_scan)), **made}
@@ -244,8 +251,9 @@ def _mamba3_calls(size: Size) -> Calls:
     of_state: Shapes = {"angle": (pairs,), "ssm": (size.head_dim, size.state), "last_k": (*ranks, size.state)}
     of_state |= {"last_v": (size.head_dim,)}
     of_step = {name: (size.batch, size.heads, *shape) for name, shape in of_state.items()}
-    of_step |= {name: (size.batch, *shape) for name, shape in of_token.items()}
-    of_step |= dict.fromkeys(schedule, (size.batch, size.heads)) | weights
+    tokens = (size.seq,) if size.step else ()
+    of_step |= {name: (size.batch, *tokens, *shape) for name, shape in of_token.items()}
+    of_step |= dict.fromkeys(schedule, (size.batch, size.heads, *tokens)) | weights
     options: dict[str, Any] = {"rotary": "half"} if ranks else {"rotary": "pairwise", "mimo_v": None, "mimo_o": None}
 
     def step(angle, ssm, last_k, last_v, **given: Any) -> Any:

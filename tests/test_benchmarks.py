@@ -22,8 +22,8 @@ def _default_promotion():
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     words = (
-        "tiny tiny_step tiny_mimo_step --passes forward step --implementations plain_xla jla --repeats 2 --sample-ms 1 "
-        "--in-process"
+        "tiny tiny_step tiny_mimo_step tiny_mimo_step_t3 --passes forward step --implementations plain_xla jla "
+        "--repeats 2 --sample-ms 1 --in-process"
     )
     made = run.main([*words.split(), "--name", "test", "--output", str(folder)])
     (path,) = folder.iterdir()
@@ -44,6 +44,7 @@ def test_measured_rows_agree_with_float64(result):
         ("tiny", "forward"),
         ("tiny_step", "step"),
         ("tiny_mimo_step", "step"),
+        ("tiny_mimo_step_t3", "step"),
     }
     for row in measured:
         assert max(row["errors"].values()) < 2e-6
@@ -52,7 +53,7 @@ def test_measured_rows_agree_with_float64(result):
 
 def test_a_peer_that_cannot_run_says_why(result):
     refused = [row for row in result["rows"] if row["implementation"] == "jla"]
-    assert len(refused) == 3
+    assert len(refused) == 4
     for row in refused:
         assert row["status"] == "unsupported"
         assert row["reason"]
@@ -228,6 +229,8 @@ def test_floor_of_a_step_of_mamba3_is_its_state_in_and_out():
     found = floors.floor(case, "step", copy_rate=4.23e12, matmul_rate=7.0e14)
     assert found["flops"] == 0 and 2 * state < found["bytes"] < 2.1 * state
     assert floors.memory_limit(case, "step") is None
+    four = floors.floor(cases.CASES["mimo_step_b64_t4"], "step", copy_rate=4.23e12, matmul_rate=7.0e14)
+    assert found["bytes"] < four["bytes"] < 1.1 * found["bytes"]
 
 
 def test_cases_are_found_by_name_prefix_and_size():

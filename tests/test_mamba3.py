@@ -490,12 +490,52 @@ def test_steps_are_the_sequence_after_a_prefill(sizes, implementation):
     assert state_error(last, end) < 3e-6
 
 
-def test_gradient_of_a_step():
-    arrays = case(seq=1, initial=True)
+@pytest.mark.parametrize("sizes", [{}, {"rank": None}, {"fold": False}], ids=str)
+def test_several_tokens_of_a_step_are_a_call_each(sizes, implementation):
+    """Also with a key that is rounded from token to token. (To the bit but for what XLA makes of a loop.)"""
+    arrays = case(**sizes, seq=5, initial=True)
+    state = arrays.pop("initial_state")
+    state = state._replace(k=jnp.asarray(state.k, jnp.bfloat16))
+    last, y = jax_ssd.mamba3_step(state, **arrays, implementation=implementation)
+    for t in range(5):
+        state, one = jax_ssd.mamba3_step(state, **token(arrays, t), implementation=implementation)
+        assert error(y[:, t], one) < 1e-6
+    for a, b in zip(last, state, strict=True):
+        assert a.dtype == b.dtype and error(a, b) < 1e-6
+
+
+def test_no_token_leaves_the_state(implementation):
+    arrays = case(seq=0, initial=True)
+    state = arrays.pop("initial_state")
+    last, y = jax_ssd.mamba3_step(state, **arrays, implementation=implementation)
+    assert y.shape == (2, 0, 2, 4)
+    jax.tree.map(np.testing.assert_array_equal, last, state)
+
+
+def test_vmap_of_a_step_of_several_tokens(implementation):
+    members = [case(seed, seq=3, initial=True) for seed in range(2)]
+    step = functools.partial(jax_ssd.mamba3_step, implementation=implementation)
+    names = ("k", "adt", "q_bias", "initial_state")
+    stacked = {n: jax.tree.map(lambda *a: np.stack(a), *(m[n] for m in members)) for n in names}
+    axes = {n: 0 if n in names else None for n in members[0]}
+
+    def run(arrays):
+        return step(arrays["initial_state"], **{n: a for n, a in arrays.items() if n != "initial_state"})
+
+    found = jax.vmap(run, in_axes=(axes,))(members[0] | stacked)
+    for i, member in enumerate(members):
+        expected = run(members[0] | {n: member[n] for n in names})
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert error(a[i], b) < 1e-6
+
+
+@pytest.mark.parametrize("seq", [1, 4])
+def test_gradient_of_a_step(seq):
+    arrays = case(seq=seq, initial=True)
     arrays["initial_state"] = jax.tree.map(jnp.asarray, arrays["initial_state"])
 
     def through_step(arrays):
-        one = token(arrays, 0)
+        one = token(arrays, 0) if seq == 1 else dict(arrays)
         state, y = jax_ssd.mamba3_step(one.pop("initial_state"), **one)
         return (y**2).sum() + sum((a**2).sum() for a in state[1:])
 
@@ -690,9 +730,11 @@ def test_leading_axes_are_batch(lead, mamba3):
         np.testing.assert_array_equal(a, shaped(b))
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("lead", [(), (2, 2), (0,)], ids=str)
-def test_leading_axes_of_a_step(lead, implementation):
-    one = token(case(batch=int(np.prod(lead)), seq=1, initial=True), 0)
+def test_leading_axes_of_a_step(lead, several, implementation):
+    one = case(batch=int(np.prod(lead)), seq=3, initial=True)
+    one = one if several else token(one, 0)
     rows = {"q", "k", "v", "z", "angles", "adt", "dt", "trap", "initial_state"}
 
     def shaped(a):

@@ -107,6 +107,18 @@ def test_shapes_that_disagree(call, argument):
         check_refused(ValueError, words, function, arrays | {argument: jnp.ones(wrong)})
 
 
+@pytest.mark.parametrize("argument", ["k", "z", "angles", "adt", "dt", "trap"])
+def test_a_step_of_as_many_tokens_as_v(argument):
+    function, arrays = CALLS["mamba3_step"][0], flat(dict(ALL), "state")
+    right, axis = arrays[argument].shape, 2 if argument in ("adt", "dt", "trap") else 1
+    wrong = tuple(n + (i == axis) for i, n in enumerate(right))
+    axes = SHAPES["mamba3"][argument]
+    words = (f"mamba3_step: {argument}: expected shape ({axes}) = {right}, got {wrong}",)
+    check_refused(ValueError, words, function, arrays | {argument: jnp.ones(wrong)})
+    one = CALLS["mamba3_step"][1][argument]
+    check_refused(ValueError, (f"mamba3_step: {argument}: ", str(one.shape)), function, arrays | {argument: one})
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("argument", ["q", "v", "angles", "adt", "D", "norm_weight"])
 def test_an_axis_too_few_or_too_many(call, argument):

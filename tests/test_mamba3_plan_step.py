@@ -18,7 +18,7 @@ from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import Buffer
 from tests import cuda_emulator
 from tests.compilation import compile_plan
-from tests.mamba3_steps import CHANGES, MODEL, SHAPES, check, random_operands, step_problem
+from tests.mamba3_steps import CHANGES, MODEL, SHAPES, check, check_nan, one_by_one, random_operands, step_problem
 
 
 def test_one_launch_replaces_the_state():
@@ -33,7 +33,7 @@ def test_one_launch_replaces_the_state():
 
 def test_ranks_that_are_kept_have_an_axis():
     made = plan_step.step(step_problem(rank=3, fold=False))
-    assert made.results[-1] == Buffer("y", (2, 3, 4, 16), "float32")
+    assert made.results[-1] == Buffer("y", (2, 1, 3, 4, 16), "float32")
 
 
 # One of each kind: a compilation takes seconds. tests/gpu/test_mamba3_step.py runs them all.
@@ -55,21 +55,25 @@ def test_the_kernel_equals_one_token_in_float64(changes):
 
 
 @emulated
+@pytest.mark.parametrize("changes", ["siso with everything", "rows of parameters", "coarse matrix"])
+def test_several_tokens_have_the_bits_of_a_call_each(changes):
+    p = step_problem(**CHANGES[changes], seq=3)
+    operands = random_operands(p)
+    got = emulate(p, operands)
+    check(p, operands, got)
+    for name, array in one_by_one(p, operands, emulate).items():
+        np.testing.assert_array_equal(got[name].view(np.uint8), array.view(np.uint8), name)
+
+
+@emulated
 @pytest.mark.parametrize("name", ["q", "dt", "trap", "z", "state_ssm", "state_angle"])
 def test_a_nan_stays_in_its_row_and_head(name):
-    p = step_problem(batch=3, groups=4)
-    operands = random_operands(p)
-    operands[name][(1, 0, 2) if name == "q" else (1, 2)] = np.nan
-    got = emulate(p, operands)
-    others = np.ones((3, 4), bool)
-    others[1, 2] = False
-    assert not any(np.isnan(array[others]).any() for array in got.values())
-    assert np.isnan(got["y"][1, 2]).any()
+    check_nan(emulate, name)
 
 
 @pytest.mark.parametrize("arch", config.SUPPORTED_ARCHS)
 def test_compiles(arch):
-    for changes in SHAPES.values():
+    for changes in (*SHAPES.values(), {**SHAPES["mimo"], "seq": 4}):
         p = step_problem(**changes)
         made = plan_step.step(p)
         (cubin,) = compile_plan(made, arch)
@@ -117,6 +121,10 @@ def test_blocks_fit_the_head():
     assert blocks(head_dim=16).rows < blocks().rows
     assert [blocks(batch=batch).streaming for batch in (1, 64, 256)] == [False, True, False]
     assert blocks(rank=8, head_dim=128, state=256).threads <= 1024
+    for changes in ({}, {"state": 256}, {"head_dim": 8}, {"head_dim": 128}):
+        p = step_problem(**{**MODEL, "rank": 4, "seq": 2, **changes})
+        c = plan_step.step_blocks(p)
+        assert c.rows * plan_step.units(p, c.threads) >= p.head_dim
 
 
 def test_every_choice_that_would_be_tried_is_a_plan():
@@ -143,6 +151,8 @@ def test_blocks_are_powers_of_two(name, value):
         ({"angle": "bfloat16"}, "takes state.angle in float32, got bfloat16"),
         ({"ssm": "float64"}, "takes state.ssm in .*, got float64"),
         ({"state": 1026, "rank": 1}, "a state size up to 1024, got 1026"),
+        ({"seq": 2, "state": 514, "rank": 1}, "a state size up to 512 with several tokens, got 514"),
+        ({"seq": 2, "state": 128, "head_dim": 1024}, "with up to 512 rows of a state of 128, got a head_dim of 1024"),
         ({"pairs": 0}, "at least one rotated pair, got none"),
         ({"batch": 2**29, "heads": 4}, "up to 2,147,483,647 heads in a batch, got 2,147,483,648"),
         ({"rank": 8, "state": 512}, "needs [0-9,]+ bytes of shared memory .*, 49,152 are possible"),

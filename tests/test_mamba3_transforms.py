@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,18 @@ def test_a_decode_loop_overwrites_its_state(without_compiling):
     assert [int(result) for result, _ in pairs] == [0, 1, 2, 3]  # all that a state is made of
 
 
+def several_tokens(given, case=CASE):
+    """One step of all of them."""
+    state = Mamba3State(*(given[name] for name in STATE))
+    options: dict[str, Any] = {"rotary": case.rotary}
+    return jax_ssd.mamba3_step(state, **{n: a for n, a in given.items() if n not in STATE}, **options)
+
+
+def test_several_tokens_are_one_custom_call(without_compiling):
+    text = lowered(several_tokens, arrays())
+    assert launches(text) == ["mamba3_step"] and "stablehlo.while" not in text
+
+
 # On a mesh of 2 x 4 virtual CPU devices.
 
 SPECS = {
@@ -215,6 +228,19 @@ def test_shards_move_no_activation(groups, layout):
     large = [size for size in collectives["all-reduce"] if size > parameters]
     assert all(size <= given["q"].size for size in large), collectives
     assert len(large) == (2 if by_heads and groups == 2 else 0), collectives  # the gradients of q and k
+    assert_same(program(placed), want)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+def test_shards_of_a_step_move_nothing():
+    case = cases.Case("", batch=2, seq=3, heads=8, head_dim=4, groups=8, state=8, rank=2, pairs=2)
+    given = case.inputs()
+    of_groups = ("data", None, None, "model", None)
+    specs = {n: P(*(of_groups if n in ("q", "k") else SPECS[n][: a.ndim])) for n, a in given.items()}
+    want = jax.tree.map(np.asarray, compiled(several_tokens, given)(given))
+    placed = place(given, specs)
+    program = compiled(several_tokens, placed)
+    assert not moved(program)
     assert_same(program(placed), want)
 
 

@@ -221,7 +221,8 @@ def mamba3(
             "sequences begin."
         )
     _check(name, arrays, sizes, ("...", "seq"), "initial_state")
-    given = Operands(**_canonical(arrays, sizes, "initial_state", packed=bounds is not None), cu_seqlens=bounds)
+    canonical = _canonical(arrays, sizes, "initial_state", sequences=sizes.get("sequences", 1))
+    given = Operands(**canonical, cu_seqlens=bounds)
     ids = None if ids is None else ids.reshape(given.v.shape[:2])
     operands = given if ids is None else packing.separated(given, ids)
     spec = _spec(
@@ -279,14 +280,20 @@ def mamba3_step(
     rotary: Rotary = "pairwise",
     implementation: Implementation = None,
 ) -> tuple[Mamba3State, jax.Array]:
-    """One token of the Mamba-3 scan: the body of a `jax.lax.scan` that decodes.
+    """One token of the Mamba-3 scan, or a few: the body of a `jax.lax.scan` that decodes.
 
-    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here. For several tokens
-    that are known at the same time, `mamba3` with an initial state is one call.
+    The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
+
+    Where v has an axis more than the state's v, it is that of several tokens known at the same time, such as drafted
+    ones or a piece of a prompt. q, k, v, z, angles, adt, dt and trap have then the seq axis that `mamba3` gives them,
+    v [..., seq, heads, head_dim] and dt [..., heads, seq], and so has y. The state is the one after the last token;
+    where drafted tokens are refused, step again from the state before with the accepted ones. "cuda" reads and writes
+    the state once in such a call, and gives the bits that a call for each token gives. For tens of tokens `mamba3` with
+    an initial state is faster.
 
     Args:
-      state: Mamba3State with the leading axes of v. angle and ssm should be float32, which "cuda" insists on; the new
-        state keeps all types.
+      state: Mamba3State with the leading axes of v. angle should be float32, which "cuda" insists on; the new state
+        keeps all types.
       q: [..., rank, groups, state]; SISO (mimo_v is None): [..., groups, state].
       k: as q.
       v: [..., heads, head_dim].
@@ -307,7 +314,8 @@ def mamba3_step(
       implementation: as in `mamba3`.
 
     Returns:
-      (new state, y [..., heads, head_dim], or [..., rank, heads, head_dim] for mimo_v without mimo_o, in v's type).
+      (new state, y [..., heads, head_dim], or [..., rank, heads, head_dim] for mimo_v without mimo_o, in v's type;
+      with the seq axis of v, if it has one, before these).
 
     Raises:
       ValueError, TypeError, NotImplementedError: as in `mamba3`.
@@ -325,11 +333,13 @@ def mamba3_step(
         *(q, k, v, q_bias, k_bias, mimo_v, mimo_o, angles, adt, dt, trap, z, mimo_z, D, norm_weight),
     )
     v = arrays["v"]
-    shapes.require_rank(name, "v", v, 2, "(..., heads, head_dim)")
-    sizes = _sizes(name, arrays, lead=v.shape[:-2], seq=None)
+    several = v.ndim == arrays["state.v"].ndim + 1
+    token_axes = ("...", "seq") if several else ("...",)
+    shapes.require_rank(name, "v", v, 2 + several, f"({', '.join(token_axes)}, heads, head_dim)")
+    sizes = _sizes(name, arrays, lead=v.shape[: -2 - several], seq=v.shape[-3] if several else None)
     sizes["states"] = sizes["..."]
-    _check(name, arrays, sizes, ("...",), "state")
-    operands = StepOperands(**_canonical(arrays, sizes, "state", packed=False))
+    _check(name, arrays, sizes, token_axes, "state")
+    operands = StepOperands(**_canonical(arrays, sizes, "state", sequences=None))
     spec = _spec(
         name,
         operands,
@@ -349,6 +359,7 @@ def mamba3_step(
         with in_words(name):
             results = vjp.step(spec, guarded(operands, name))
     *new, y = results
+    y = y if several else jnp.squeeze(y, 1)
     lead = sizes["..."]
     new_state = Mamba3State(*(a.reshape(*lead, *a.shape[1:]) for a in new))
     return _public(new_state, "mimo_v" in arrays), y.reshape(*lead, *y.shape[1:])
@@ -606,10 +617,13 @@ def _concrete(array: jax.Array) -> np.ndarray | None:
     return np.asarray(array)
 
 
-def _canonical(arrays, sizes, state: str, packed: bool) -> dict[str, jax.Array]:
-    """One batch axis, a rank axis everywhere, a row axis before parameters, float32 where sums are made."""
+def _canonical(arrays, sizes, state: str, sequences: int | None) -> dict[str, jax.Array]:
+    """One batch axis, a seq axis, a rank axis everywhere, a row axis before parameters, float32 where sums are made.
+
+    sequences: of which states have an axis. None for a step: none, and the state keeps its types.
+    """
     lead, batch = sizes["..."], math.prod(sizes["..."])
-    dtype, mimo, tokens = accumulator(arrays["v"].dtype), "mimo_v" in arrays, "seq" in sizes
+    dtype, mimo = accumulator(arrays["v"].dtype), "mimo_v" in arrays
     result = {}
     for key, array in arrays.items():
         if key in (*_BIASES, *_RANKED, "D", "norm_weight"):
@@ -622,13 +636,13 @@ def _canonical(arrays, sizes, state: str, packed: bool) -> dict[str, jax.Array]:
             piece = key.removeprefix(f"{state}.")
             own = array[..., None, :] if piece == "k" and not mimo else array
             axes = own.shape[len(sizes["states"]) :]
-            sequences = (sizes["sequences"],) if packed else (1,)
-            shape = (batch, *(sequences if tokens else ()), *axes)
-            # A step keeps its state's types; a scan's states are float32.
-            result[f"state_{piece}"] = own.reshape(shape).astype(dtype if tokens else own.dtype)
+            shape = (batch, *axes) if sequences is None else (batch, sequences, *axes)
+            result[f"state_{piece}"] = own.reshape(shape).astype(own.dtype if sequences is None else dtype)
         else:
             own = array[..., None, :, :] if key in ("q", "k") and not mimo else array
             own = own.astype(dtype) if key in ("angles", "adt", "dt", "trap") else own
+            if "seq" not in sizes:
+                own = jnp.expand_dims(own, -1 if key in ("adt", "dt", "trap") else len(lead))
             result[key] = own.reshape(batch, *own.shape[len(lead) :])
     return result
 

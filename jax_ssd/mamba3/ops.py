@@ -41,10 +41,7 @@ LETTERS = {
     **_STATE,
     **{f"d_{name}": letters for name, letters in _STATE.items()},
 }
-STEP_LETTERS = {
-    name: letters if name in _PARAMETERS else letters.replace("t", "").replace("s", "")
-    for name, letters in LETTERS.items()
-}
+STEP_LETTERS = LETTERS | {name: letters.replace("s", "") for name, letters in _STATE.items()}
 COTANGENTS = ("dy", *(f"d_{name}" for name in _STATE))
 
 
@@ -109,16 +106,21 @@ def _forward_letters(spec: Spec):
 def _forward_abstract(spec: Spec, avals):
     by_name = dict(zip(spec.operands, avals, strict=True))
     v, q = by_name["v"], by_name["q"]
-    batch, seq, heads, head_dim = v.shape
+    batch, _, heads, head_dim = v.shape
     rank, width = q.shape[2], q.shape[4]
-    y_shape = (batch, seq, rank, heads, head_dim) if spec.keeps_rank else v.shape
-    results = [v.update(shape=y_shape, weak_type=False)]
+    results = [_y_abstract(spec, by_name)]
     if spec.return_final_state:
         sequences = by_name["cu_seqlens"].shape[1] - 1 if "cu_seqlens" in by_name else 1
         shapes = ((by_name["angles"].shape[-1],), (head_dim, width), (rank, width), (head_dim,))
         dtype = reference.accumulator(v.dtype)
         results += [v.update(shape=(batch, sequences, heads, *s), dtype=dtype, weak_type=False) for s in shapes]
     return results
+
+
+def _y_abstract(spec: Spec, by_name):
+    v, rank = by_name["v"], by_name["q"].shape[2]
+    shape = (*v.shape[:2], rank, *v.shape[2:]) if spec.keeps_rank else v.shape
+    return v.update(shape=shape, weak_type=False)
 
 
 def _forward_plain(spec: Spec, name: str) -> op.Function:
@@ -167,18 +169,16 @@ def _backward_plain(spec: Spec, name: str) -> op.Function:
 
 def _step_letters(spec: Spec):
     state = tuple(STEP_LETTERS[name] for name in _STATE)
-    return tuple(STEP_LETTERS[name] for name in spec.operands), (*state, "bmhp" if spec.keeps_rank else "bhp")
+    return tuple(STEP_LETTERS[name] for name in spec.operands), (*state, _y_letters(spec))
 
 
 def _step_abstract(spec: Spec, avals):
     by_name = dict(zip(spec.operands, avals, strict=True))
-    v, rank = by_name["v"], by_name["q"].shape[1]
-    y_shape = (v.shape[0], rank, *v.shape[1:]) if spec.keeps_rank else v.shape
-    return [*(by_name[name].update() for name in _STATE), v.update(shape=y_shape, weak_type=False)]
+    return [*(by_name[name].update() for name in _STATE), _y_abstract(spec, by_name)]
 
 
 def _step_plain(spec: Spec, name: str) -> op.Function:
-    del name  # one token is the same in both
+    del name  # token by token in both
     return lambda *operands: reference.step(
         reference.StepOperands(**dict(zip(spec.operands, operands, strict=True))), spec.rotary, spec.norm_eps
     )
@@ -191,7 +191,7 @@ FORWARD_PLANS: dict[str, Callable[..., Plan]] = {
 BACKWARD_PLANS: dict[str, Callable[..., Plan]] = {
     "cuda": lambda spec, avals: plan_backward.backward(_planned_scan(spec, avals))
 }
-STEP_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: choices.STEP(problem.of_step(spec, avals))}
+STEP_PLANS: dict[str, Callable[..., Plan]] = {"cuda": lambda spec, avals: choices.step(problem.of_call(spec, avals))}
 
 
 def _planned_scan(spec: Spec, avals) -> problem.Problem:
@@ -201,7 +201,7 @@ def _planned_scan(spec: Spec, avals) -> problem.Problem:
             "its float32 products run on tensor cores, which JAX_SSD_MAMBA3_SCAN=fma keeps them off; unset it, or use "
             "implementation='xla'"
         )
-    return problem.of_scan(spec, avals)
+    return problem.of_call(spec, avals)
 
 
 def _planned(plans):

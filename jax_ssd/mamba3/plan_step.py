@@ -13,7 +13,9 @@ CUDA_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "floa
 ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 STATE = ("state_angle", "state_ssm", "state_k", "state_v")
 LANES = 32
+FEWER_LANES = 8  # of a row for several tokens, as in the kernel
 TILE = 32  # floats of S in the registers of one thread, at most
+WHOLE_TILE = 64  # the same for several tokens, which have all of a head's there
 MOST_ROWS = 4  # by preference: registers decide how many blocks a multiprocessor runs at once
 STREAMED_ROWS = 8  # 74 us against 78 at 134 MB, one run whose spread was as large
 MOST_SHARED_BYTES = 48 * 1024  # of static shared memory
@@ -44,14 +46,21 @@ class StepBlocks:
 
 
 def step_blocks(problem: Problem) -> StepBlocks:
-    """The heuristic: a few rows under way in each thread, and no more threads than there are rows."""
+    """The heuristic: a few rows under way in each thread, and no more threads than there are rows.
+
+    Several tokens have a head's whole matrix in registers, in as few threads as hold it.
+    """
     p = problem
     nbytes = ITEM_SIZE[p.given["state_ssm"].dtype] * p.batch * p.heads * p.head_dim * p.state
     streaming = nbytes in STREAMED_BYTES
-    rows, threads = STREAMED_ROWS if streaming else MOST_ROWS, 256
-    while rows > 1 and rows * row_floats(p) > TILE:
+    rows, threads, each = STREAMED_ROWS if streaming else MOST_ROWS, 256, MOST_EACH
+    if p.seq > 1:
+        rows, threads, each = STREAMED_ROWS, 128, MOST_EACH // 2
+    while rows > 1 and rows * row_floats(p) > tile_floats(p):
         rows //= 2
-    while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > MOST_EACH * threads:
+    while threads < 1024 and p.rank * max(p.state // 2, p.head_dim) > each * threads:
+        threads *= 2
+    while p.seq > 1 and threads < 1024 and rows * units(p, threads) < p.head_dim:
         threads *= 2
     while rows > 1 and rows // 2 * units(p, threads) >= p.head_dim:
         rows //= 2
@@ -65,6 +74,11 @@ def units(problem: Problem, threads: int) -> int:
     return threads // _lanes(problem)
 
 
+def tile_floats(problem: Problem) -> int:
+    """Floats of S in the registers of one thread, at most."""
+    return WHOLE_TILE if problem.seq > 1 else TILE
+
+
 def row_floats(problem: Problem) -> int:
     """Floats that one row takes in each lane."""
     return _width(problem) * math.ceil(problem.state // _width(problem) / _lanes(problem))
@@ -72,7 +86,8 @@ def row_floats(problem: Problem) -> int:
 
 def _lanes(problem: Problem) -> int:
     """One per load of a row, of 16 bytes, or less where a row is no multiple of that."""
-    return min(LANES, 1 << (problem.state // _width(problem) - 1).bit_length())
+    most = FEWER_LANES if problem.seq > 1 else LANES
+    return min(most, 1 << (problem.state // _width(problem) - 1).bit_length())
 
 
 def _width(problem: Problem) -> int:
@@ -87,10 +102,15 @@ def shared_bytes(problem: Problem, rows: int) -> int:
 
 
 def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
-    """One token: the new state, in the memory of the old one, and y."""
+    """Tokens one after the other: the new state, in the memory of the old one, and y of each."""
     p = problem
     _check_supported(p)
     c = config or step_blocks(p)
+    if p.seq > 1 and c.rows * units(p, c.threads) < p.head_dim:
+        raise NotImplementedError(
+            f"the step kernel takes several tokens with up to {c.rows * units(p, c.threads)} rows of a state of "
+            f"{p.state}, got a head_dim of {p.head_dim}; give it one token a call, or use implementation='xla'"
+        )
     need = shared_bytes(p, c.rows)
     if need > MOST_SHARED_BYTES:
         raise NotImplementedError(
@@ -98,8 +118,6 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
             f"head_dim {p.head_dim}, {MOST_SHARED_BYTES:,} are possible; use implementation='xla'"
         )
     new = {name: Buffer(f"new_{name}", p.given[name].shape, p.given[name].dtype) for name in STATE}
-    ranks = (p.rank,) if p.keeps_rank else ()
-    y = Buffer("y", (p.batch, *ranks, p.heads, p.head_dim), p.dtype)
     tokens = ("q", "k", "v", "q_bias", "k_bias", "angles", "adt", "dt", "trap")
     arrays = (*tokens, "mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
     template = (
@@ -107,7 +125,7 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
         *(p.heads, p.groups, p.rank, p.head_dim, p.state, p.pairs),
         *(p.rotary == "half", p.param_rows == 1),
         *(name in p.given for name in ("mimo_v", "mimo_o", "z", "D", "norm_weight")),
-        *(c.rows, c.threads, c.streaming),
+        *(p.seq > 1, c.rows, c.threads, c.streaming),
     )
     launch = Launch(
         CudaKernel("mamba3_step.cu", f"mamba3_step<{', '.join(map(_literal, template))}>"),
@@ -117,11 +135,12 @@ def step(problem: Problem, config: StepBlocks | None = None) -> Plan:
             *(ArrayArg(name if name in p.given else "v") for name in arrays),
             ArrayArg("y"),
             ScalarArg(p.norm_eps, "float32"),
+            ScalarArg(p.seq, "int32"),
         ),
         block=(c.threads, 1, 1),
     )
     aliases = {name: buffer.name for name, buffer in new.items()}
-    return Plan("mamba3_step", p.operands, (*new.values(), y), (), (launch,), aliases)
+    return Plan("mamba3_step", p.operands, (*new.values(), p.y), (), (launch,), aliases)
 
 
 def _check_supported(p: Problem) -> None:
@@ -144,9 +163,11 @@ def _check_supported(p: Problem) -> None:
             f"the step kernel takes up to {MOST_BLOCKS:,} heads in a batch, got {p.batch * p.heads:,}; use "
             "implementation='xla'"
         )
-    if row_floats(p) > TILE:
+    if row_floats(p) > tile_floats(p):
+        most = tile_floats(p) * (FEWER_LANES if p.seq > 1 else LANES)
         raise NotImplementedError(
-            f"the step kernel takes a state size up to {LANES * TILE}, got {p.state}; use implementation='xla'"
+            f"the step kernel takes a state size up to {most}{' with several tokens' if p.seq > 1 else ''}, got "
+            f"{p.state}; use implementation='xla'"
         )
 
 

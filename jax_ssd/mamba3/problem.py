@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the scan, its backward, or a step (there seq is 1). SISO has rank 1 and no mimo_v."""
+    """One call of the scan, its backward, or a step. SISO has rank 1 and no mimo_v."""
 
     batch: int  # product of all leading axes
     seq: int
@@ -62,24 +62,14 @@ class Problem:
         return Buffer("y", (self.batch, self.seq, *ranks, self.heads, self.head_dim), self.dtype)
 
 
-def of_scan(spec: Spec, avals: Sequence[ShapedArray]) -> Problem:
-    """The sizes and types of a call of forward or backward."""
-    return _problem(spec, avals, token_axes=2)
-
-
-def of_step(spec: Spec, avals: Sequence[ShapedArray]) -> Problem:
-    """The sizes and types of a call of step."""
-    return _problem(spec, avals, token_axes=1)
-
-
-def _problem(spec: Spec, avals: Sequence[ShapedArray], token_axes: int) -> Problem:
+def of_call(spec: Spec, avals: Sequence[ShapedArray]) -> Problem:
+    """The sizes and types of a call of forward, backward or step."""
     shapes = dict(zip(spec.operands, (aval.shape for aval in avals), strict=True))
-    batch = shapes["v"][0]
-    heads, head_dim = shapes["v"][token_axes:]
-    rank, groups, state = shapes["q"][token_axes:]
+    batch, seq, heads, head_dim = shapes["v"]
+    rank, groups, state = shapes["q"][2:]
     return Problem(
         batch=batch,
-        seq=shapes["v"][1] if token_axes == 2 else 1,
+        seq=seq,
         heads=heads,
         head_dim=head_dim,
         groups=groups,

@@ -41,15 +41,15 @@ class Operands(NamedTuple):
 
 
 class StepOperands(NamedTuple):
-    """Canonical arrays of one token: Operands without the seq and the sequences axis."""
+    """Canonical arrays of a step: as Operands, but for states, which have no sequences axis and keep their types."""
 
-    q: jax.Array  # [batch, rank, groups, state]
+    q: jax.Array  # [batch, seq, rank, groups, state]
     k: jax.Array
-    v: jax.Array  # [batch, heads, head_dim]
+    v: jax.Array
     q_bias: jax.Array
     k_bias: jax.Array
-    angles: jax.Array  # [batch, heads, pairs]
-    adt: jax.Array  # [batch, heads]
+    angles: jax.Array
+    adt: jax.Array
     dt: jax.Array
     trap: jax.Array
     state_angle: jax.Array  # [batch, heads, pairs]
@@ -58,7 +58,7 @@ class StepOperands(NamedTuple):
     state_v: jax.Array  # [batch, heads, head_dim]
     mimo_v: jax.Array | None = None
     mimo_o: jax.Array | None = None
-    z: jax.Array | None = None  # [batch, heads, head_dim]
+    z: jax.Array | None = None
     mimo_z: jax.Array | None = None
     D: jax.Array | None = None
     norm_weight: jax.Array | None = None
@@ -91,10 +91,7 @@ def scan(operands: Operands, rotary: str, norm_eps: float) -> tuple[jax.Array, S
     dtype = accumulator(o.v.dtype)
     first = initial_state(o)
     starts = _Carry(phase.start(first.angle), first.ssm, first.k, first.v)  # per sequence
-    tokens = {name: jnp.moveaxis(getattr(o, name), 1, 0) for name in ("q", "k", "v", "angles")}
-    tokens |= {name: jnp.moveaxis(getattr(o, name), 2, 0) for name in ("adt", "dt", "trap")}
-    if o.z is not None:
-        tokens["z"] = jnp.moveaxis(o.z, 1, 0)
+    tokens = _by_token(o)
     bounds = o.cu_seqlens
     if bounds is not None:
         sequence = sequence_of_token(bounds, o.v.shape[1])
@@ -126,17 +123,32 @@ def scan(operands: Operands, rotary: str, norm_eps: float) -> tuple[jax.Array, S
 
 
 def step(operands: StepOperands, rotary: str, norm_eps: float) -> tuple[jax.Array, ...]:
-    """One token: the new state's four arrays, each in its given type, and y [batch, (rank,) heads, head_dim]."""
+    """The new state's four arrays, each in its given type, and y [batch, seq, (rank,) heads, head_dim].
+
+    Several tokens are the same numbers in one call as in one call each: between two the state takes its given types.
+    """
     o = operands
     dtype = accumulator(o.v.dtype)
-    old = State(o.state_angle, o.state_ssm, o.state_k, o.state_v)
-    angle, *rest = (a.astype(dtype) for a in old)
-    token = {name: getattr(o, name) for name in ("q", "k", "v", "angles", "adt", "dt", "trap")}
-    if o.z is not None:
-        token["z"] = o.z
-    carry, y = _token(_Carry(phase.start(angle), *rest), o, token, rotary, norm_eps)
-    new = State(phase.radians(carry.phase), carry.ssm, carry.k, carry.v)
-    return (*(a.astype(b.dtype) for a, b in zip(new, old, strict=True)), y.astype(o.v.dtype))
+
+    def body(old, token):
+        angle, *rest = (a.astype(dtype) for a in old)
+        carry, y = _token(_Carry(phase.start(angle), *rest), o, token, rotary, norm_eps)
+        new = State(phase.radians(carry.phase), carry.ssm, carry.k, carry.v)
+        return State(*(a.astype(b.dtype) for a, b in zip(new, old, strict=True))), y.astype(o.v.dtype)
+
+    state, tokens = State(o.state_angle, o.state_ssm, o.state_k, o.state_v), _by_token(o)
+    if o.v.shape[1] == 1:  # not a loop of one turn, which XLA would see as a loop
+        state, y = body(state, {name: a[0] for name, a in tokens.items()})
+        return (*state, y[:, None])
+    state, y = jax.lax.scan(body, state, tokens)
+    return (*state, jnp.moveaxis(y, 0, 1))
+
+
+def _by_token(o: Operands | StepOperands) -> dict[str, jax.Array]:
+    """The arrays that change from token to token, seq first."""
+    tokens = {name: jnp.moveaxis(getattr(o, name), 1, 0) for name in ("q", "k", "v", "angles")}
+    tokens |= {name: jnp.moveaxis(getattr(o, name), 2, 0) for name in ("adt", "dt", "trap")}
+    return tokens if o.z is None else tokens | {"z": jnp.moveaxis(o.z, 1, 0)}
 
 
 def _token(carry: _Carry, o: Operands | StepOperands, token, rotary: str, norm_eps: float) -> tuple[_Carry, jax.Array]:

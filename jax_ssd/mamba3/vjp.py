@@ -51,7 +51,7 @@ _first_order.defvjp(_refuse, _refuse)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def step(spec: ops.Spec, operands: reference.StepOperands) -> tuple[jax.Array, ...]:
-    """(angle, ssm, k, v, y) of one token."""
+    """(angle, ssm, k, v, y) of canonical operands."""
     return tuple(ops.step(spec, *present(spec, operands)))
 
 

@@ -38,10 +38,10 @@ __device__ __forceinline__ void sincos_of_phase_fast(unsigned phase, float& sine
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
 
-// (a, b) rotated by the phase.
+// (a, b) rotated by the phase, rounded alike wherever it is.
 __device__ __forceinline__ void rotate(float& a, float& b, float sine, float cosine) {
-  const float first = a * cosine - b * sine;
-  b = a * sine + b * cosine;
+  const float first = fmaf(a, cosine, -(b * sine));
+  b = fmaf(a, sine, b * cosine);
   a = first;
 }
 
