@@ -320,6 +320,7 @@ class _Builder:
         state = (*steps, "mimo_v", "state_k", "state_v", "grad_state_ssm", *final, "cu_seqlens", "grad_state_angle")
         state += ("grad_state_k", "grad_state_v", "mimo_of_states", "d_delta")
         parameters = ("q_bias", "k_bias", "mimo_v", "mimo_o", "mimo_z", "norm_weight", "D")
+        parameter_gradients = tuple(f"grad_{name}" for name in parameters)
         time = ("angles", *steps, "d_f", "d_gamma", *(walked if self.config.warpgroups else ()), "moments", "d_delta")
         time += ("cu_seqlens", "grad_angles", "grad_dt", "grad_trap", "grad_state_angle")
         blocks = p.batch * self.chunks * p.groups * self.config.parts
@@ -355,20 +356,25 @@ class _Builder:
                     if "state_ssm" in p.given
                     else []
                 ),
-                self.sums(
-                    "parameter_sums",
-                    (p.heads * self.record // 2, p.batch),
-                    ("records", *(f"grad_{name}" for name in parameters), "mimo_of_states"),
-                    template=(", __nv_bfloat16" if self.config.warpgroups else ", float"),
-                ),
                 *(
                     [self.sums("moments", (spans * p.pairs, 1), (*walked, "grad_angles", "cu_seqlens", "moments"))]
                     if self.moments
                     else []
                 ),
-                self.warpgroup_time(time)
-                if self.config.warpgroups
-                else self.launch("time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time),
+                *(
+                    [self.warpgroup_time((*time, "records", "mimo_of_states", *parameter_gradients))]
+                    if self.config.warpgroups
+                    else [
+                        self.sums(
+                            "parameter_sums",
+                            (p.heads * self.record // 2, p.batch),
+                            ("records", *parameter_gradients, "mimo_of_states"),
+                        ),
+                        self.launch(
+                            "time_gradients", (math.ceil(spans / (TIME_THREADS // 32)), 1, 1), TIME_THREADS, time
+                        ),
+                    ]
+                ),
             ),
         )
 
@@ -416,11 +422,12 @@ class _Builder:
         ]
 
     def warpgroup_time(self, time: tuple[str, ...]) -> Launch:
-        """A block a span of a head."""
-        p = self.problem
-        grid = (math.ceil(p.seq / self.span), p.batch * p.heads, 1)
-        arrays = tuple(name for name in time if name != "cu_seqlens")
-        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, self.span // 8 * _lanes(p), arrays)
+        """A block a span of a head, after those that sum up parameters."""
+        p, threads = self.problem, self.span // 8 * _lanes(self.problem)
+        sums = p.batch * math.ceil(p.heads * self.record // 2 / threads)
+        grid = (sums + p.batch * p.heads * math.ceil(p.seq / self.span), 1, 1)
+        arrays = tuple(name for name in time if name not in ("cu_seqlens", "grad_norm_weight"))
+        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays)
 
     def warpgroup_launch(
         self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
@@ -444,18 +451,18 @@ class _Builder:
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
-        scalars: tuple[ScalarArg, ...] = (), template: str = ""
+        scalars: tuple[ScalarArg, ...] = ()
     ) -> Launch:  # fmt: skip
         """Absent arrays are never touched; any other stands in for them."""
         arguments = tuple(ArrayArg(array if array in self.present else "dt") for array in arrays)
-        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}{template}>", self.options())
+        kernel = CudaKernel(FILE, f"mamba3_{name}<{threads}>", self.options())
         pdl = self.config.warpgroups
         return Launch(kernel, grid, (*arguments, *scalars), (threads, 1, 1), shared, pdl=pdl)
 
-    def sums(self, name: str, count: tuple[int, int], arrays: tuple[str, ...], template: str = "") -> Launch:
+    def sums(self, name: str, count: tuple[int, int], arrays: tuple[str, ...]) -> Launch:
         """A thread for each of so many sums, in rows of blocks."""
         grid = (math.ceil(count[0] / SUM_THREADS), count[1], 1)
-        return self.launch(name, grid, SUM_THREADS, arrays, template=template)
+        return self.launch(name, grid, SUM_THREADS, arrays)
 
     def options(self) -> tuple[str, ...]:
         p, given = self.problem, self.problem.given

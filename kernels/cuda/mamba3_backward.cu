@@ -1558,9 +1558,9 @@ __global__ void __launch_bounds__(Threads)
 
 // Sums of the chunks' records: gradients of the parameters, one row per entry of the batch (blockIdx.y). A thread has
 // two neighbouring elements. of_states: what mimo_v gets of initial states besides.
-template <int Threads, typename Record>
+template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    mamba3_parameter_sums(const Record* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
+    mamba3_parameter_sums(const float* records, float* d_q_bias, float* d_k_bias, float* d_mimo_v, float* d_mimo_o,
                           float* d_mimo_z, float* d_norm_weight, float* d_D, const float* of_states) {
   begin();
   const int i = 2 * (blockIdx.x * Threads + threadIdx.x), b = blockIdx.y;
@@ -1584,7 +1584,7 @@ __global__ void __launch_bounds__(Threads)
     second = 0;
   }
   if (to == nullptr) return;
-  const Record* from = records + (long long)b * kChunks * kHeads * kRecord + i;
+  const float* from = records + (long long)b * kChunks * kHeads * kRecord + i;
   float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
   for (int n = 0; n < kChunks; ++n) {

@@ -1,5 +1,5 @@
 // The backward of Mamba-3 along time, on Hopper: the phases and weights of tokens that walks and chunks begin with, and
-// the gradients of angles and steps that they end in.
+// the gradients of angles, steps and parameters that they end in.
 //
 // A thread has four pairs of a run of neighbouring tokens, some lanes share a run, so that a token's pairs are read at
 // once. What is summed along time is summed in runs, then over the runs of a warp, the warps of a block. Phases are
@@ -202,15 +202,61 @@ __device__ __forceinline__ void add_moments(float (&sum)[4], const bf16* adjoint
   }
 }
 
+// Gradients of the parameters, a row of the batch each, and what mimo_v gets of initial states besides.
+struct ParameterSums {
+  const bf16* records;
+  const float* of_states;
+  float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *skip;
+
+  // Two neighbouring elements of a row's records, summed over its chunks.
+  template <class C>
+  __device__ __forceinline__ void sum(int b, int i, int chunks) const {
+    constexpr int kWeights = C::kRank * C::kP;
+    if (i >= C::kHeads * C::kRecord) return;
+    const int h = i / C::kRecord, at = i % C::kRecord;
+    const long long head = (long long)b * C::kHeads + h;
+    float* to = nullptr;
+    int second = 1;  // where the other element is
+    if (at < C::kMimoVAt) {
+      const int inner = at % C::kKBiasAt, n = inner % C::kN;
+      to = (at < C::kKBiasAt ? q_bias : k_bias) + (head * C::kRank + inner / C::kN) * C::kN + C::column(n);
+      second = C::column(n + 1) - C::column(n);
+    } else if (at < C::kMimoZAt + kWeights) {
+      const int inner = at - C::kMimoVAt, which = inner / kWeights;
+      if (C::kWeighted && (which < 2 || C::kGate)) {
+        to = (which == 0 ? mimo_v : which == 1 ? mimo_o : mimo_z) + head * kWeights + inner % kWeights;
+      }
+    } else if (C::kSkip && at == C::kSkipAt) {
+      to = skip + head, second = 0;
+    }
+    if (to == nullptr) return;
+    const bf16* from = records + (long long)b * chunks * C::kHeads * C::kRecord + i;
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 16
+    for (int n = 0; n < chunks; ++n) {
+      const float2 own = unpack2(*reinterpret_cast<const unsigned*>(from + (long long)n * C::kHeads * C::kRecord));
+      sum.x += own.x, sum.y += own.y;
+    }
+    if (C::kState && C::kWeighted && at >= C::kMimoVAt && at < C::kMimoOAt) {
+      const float2 own = *reinterpret_cast<const float2*>(of_states + head * kWeights + at - C::kMimoVAt);
+      sum.x += own.x, sum.y += own.y;
+    }
+    if (second) to[second] = sum.y;
+    *to = sum.x;
+  }
+};
+
 // What angles, dt and trap get, from what the phases do, which is in the memory of the angles' gradient. A block has a
-// span of tokens. All that comes after it is the moment of the state there with its adjoint (see mamba3_moments, which
-// makes them ahead if the final state has a cotangent). d_delta: of the weight of an initial state's key.
+// span of tokens of a head; the first blocks sum up parameters. All that comes after it is the moment of the state
+// there with its adjoint (see mamba3_moments, which makes them ahead if the final state has a cotangent). d_delta: of
+// the weight of an initial state's key.
 template <class C, int Span>
 __global__ void __launch_bounds__(Span / kRun * Runs<C>::kLanes, 512 / (Span / kRun * Runs<C>::kLanes))
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, const bf16* states, const bf16* adjoints, const float* moments,
-                         const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start, int batch,
-                         int seq) {
+                         const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start,
+                         const bf16* records, const float* of_states, float* d_q_bias, float* d_k_bias, float* d_mimo_v,
+                         float* d_mimo_o, float* d_mimo_z, float* d_skip, int batch, int seq) {
   using R = Runs<C>;
   constexpr int kLanes = R::kLanes, kThreads = Span / kRun * kLanes, kWarps = kThreads / 32;
   constexpr float kPi = 3.14159265358979f;
@@ -218,7 +264,15 @@ __global__ void __launch_bounds__(Span / kRun * Runs<C>::kLanes, 512 / (Span / k
   __shared__ float4 runs[kWarps][kLanes], ahead[kWarps][kLanes];
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  const int span = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
+  constexpr int kSums = (C::kHeads * C::kRecord / 2 + kThreads - 1) / kThreads;  // blocks of a row of the batch
+  const int chunks = (seq + C::kTokens - 1) / C::kTokens, block = blockIdx.x - batch * kSums;
+  if (block < 0) {
+    const ParameterSums sums{records, of_states, d_q_bias, d_k_bias, d_mimo_v, d_mimo_o, d_mimo_z, d_skip};
+    const int unit = blockIdx.x % kSums * kThreads + threadIdx.x;
+    return sums.template sum<C>(blockIdx.x / kSums, 2 * unit, chunks);
+  }
+  const int spans = (seq + Span - 1) / Span, span = block % spans, h = block / spans % C::kHeads;
+  const int b = block / spans / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, pair = lane % kLanes * 4;
   const int run = threadIdx.x / kLanes, begin = span * Span + run * kRun, next = (span + 1) * Span;
   const int own = begin + lane % kLanes * kRun / kLanes;  // one token of each lane, or of two lanes
@@ -249,11 +303,10 @@ __global__ void __launch_bounds__(Span / kRun * Runs<C>::kLanes, 512 / (Span / k
   float moment[4] = {};
   if (next < seq && paired) {
     if constexpr (C::kFinal) {
-      const long long at = (row * ((seq + Span - 1) / Span) + span) * C::kPairs + pair;
+      const long long at = (row * spans + span) * C::kPairs + pair;
 #pragma unroll
       for (int e = 0; e < 4; ++e) moment[e] = run == 0 ? moments[at + e] : 0.0f;
     } else {
-      const long long chunks = (seq + C::kTokens - 1) / C::kTokens;
       const long long at = (row * chunks + next / C::kTokens) * (C::kP * C::kN);
       add_moments<C, kThreads / kLanes>(moment, adjoints + at - C::kP * C::kN, states + at, pair, run);
     }
