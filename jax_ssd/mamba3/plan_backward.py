@@ -412,11 +412,13 @@ class _Builder:
 
         launches = [walks(", true")] * (self.segments > 1) + [walks(", false")]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
+        # Twice as many clusters as fit at once, of as many heads as it takes: the next head's inputs come early.
+        clusters = math.ceil(rows / max(1, round(rows / (4 * MULTIPROCESSORS // TIME_BLOCKS))))
         chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
         shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
         return [
-            launch(TIME_FILE, "schedule", (TIME_BLOCKS, rows, 1), CLUSTER_THREADS, schedule, clustered=True),
+            launch(TIME_FILE, "schedule", (TIME_BLOCKS, clusters, 1), CLUSTER_THREADS, schedule, clustered=True),
             *launches,
             launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
         ]

@@ -88,8 +88,15 @@ struct ClusterSums {
 // 1 / (1 + exp(2 v)) by the hardware: tanh(v) is 1 less twice that.
 __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + exp2_fast(v * (2.0f * LOG2E))); }
 
+// What a thread of the schedule begins a round with: its runs of angles and steps, and one or two tokens of the rest.
+struct ScheduleInputs {
+  float4 angle[kRun];
+  float step[kRun], dt[2], trap[2], adt[2];
+};
+
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
-// in the first half of each row of the angles' gradient.
+// in the first half of each row of the angles' gradient. Blocks: (block of a cluster, first of the heads that it takes
+// one after the other, as many as there are clusters apart).
 template <class C>
 __global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
@@ -101,87 +108,96 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   let_next_kernel_start();
   wait_for_earlier_kernels();
   cluster_arrive();
-  const int blocks = gridDim.x, block = blockIdx.x, h = blockIdx.y % C::kHeads, b = blockIdx.y / C::kHeads;
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const long long head = ((long long)b * C::kHeads + h) * seq;
-  adt += head, dt += head, trap += head, gamma += head, f += head, decay += head;
-
-  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
+  const int blocks = gridDim.x, block = blockIdx.x, rows = batch * C::kHeads, thread = threadIdx.x;
+  const int warp = uniform(thread / 32), lane = thread % 32;
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
+  const int tokens = R::kTokensOfBlock, own = block * tokens;  // of the block, in each round
   const bool paired = pair < C::kPairs;
-  const long long row = (long long)b * C::kHeads + h, first = (long long)b * seq * R::kNext + h * C::kPairs + pair;
-  angles += first, phases += first - pair;
-  unsigned before[4] = {};  // all earlier rounds
-  if constexpr (C::kState) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) before[e] = paired ? phase_of_radians(start[row * C::kPairs + pair + e]) : 0;
-  }
-  float4 angle[kRun];
-  float step[kRun];
-  const auto load = [&](int begin) {
-    const float* from = angles + begin * R::kNext;
+  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
+
+  const auto phases_at = [&](int row, int t) {  // of four pairs
+    return (((long long)(row / C::kHeads) * seq + t) * C::kHeads + row % C::kHeads) * C::kPairs;
+  };
+  ScheduleInputs in;
+  const auto load = [&](int row, int first) {
+    const long long head = (long long)row * seq;
+    const float* from = angles + phases_at(row, first + run * kRun) + pair;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const bool there = begin + j < seq;
-      angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), step[j] = 0.0f;
-      if (there && paired) angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
-      if (there) step[j] = __ldg(dt + begin + j);
+      const int t = first + run * kRun + j;
+      in.angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), in.step[j] = 0.0f;
+      if (t < seq && paired) in.angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
+      if (t < seq) in.step[j] = __ldg(dt + head + t);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = first + thread + i, pair_t = first + 2 * thread + i;
+      in.dt[i] = in.trap[i] = in.adt[i] = 0.0f;
+      if (thread < tokens && t < seq) in.dt[i] = __ldg(dt + head + t), in.trap[i] = __ldg(trap + head + t);
+      if (thread < tokens / 2 && pair_t < seq) in.adt[i] = __ldg(adt + head + pair_t);
     }
   };
-  int begin = (block * kTimeWarps * R::kOfWarp + run) * kRun;
-  load(begin);
 
-  for (int t = block * kTimeThreads + threadIdx.x; t < seq; t += blocks * kTimeThreads) {
-    const float step = dt[t], mix = 1.0f / (1.0f + expf(-trap[t]));
-    const float next = t + 1 < seq ? dt[t + 1] / (1.0f + expf(trap[t + 1])) : 0.0f;
-    gamma[t] = mix * step;
-    f[t] = mix * step + next;
-  }
-  const int chunks = (seq + C::kTokens - 1) / C::kTokens;
-  for (int n = block * kTimeWarps + warp; n < chunks; n += blocks * kTimeWarps) {
-    const int c = 2 * lane, t = n * C::kTokens + c;
-    const float first = c < C::kTokens && t < seq ? log2_decay(1.0f, adt[t]) : 0.0f;
-    const float both = first + (c + 1 < C::kTokens && t + 1 < seq ? log2_decay(1.0f, adt[t + 1]) : 0.0f);
-    float sum = both;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_up_sync(0xffffffff, sum, offset);
-      if (lane >= offset) sum += other;
-    }
-    float before = __shfl_up_sync(0xffffffff, sum, 1);
-    if (lane == 0) before = 0.0f;
-    if (c < C::kTokens && t < seq) decay[t] = before + first;
-    if (c + 1 < C::kTokens && t + 1 < seq) decay[t + 1] = sum;
-  }
-
+  int row = blockIdx.y, begin = own;
+  unsigned before[4] = {};  // the phases after all earlier rounds
+  load(row, begin);
 #pragma unroll 1
-  for (int left = seq; left > 0; left -= blocks * R::kTokensOfBlock) {
+  while (row < rows) {
+    const int this_row = row, first = begin;
+    const long long head = (long long)row * seq;
+    if (first == own) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        before[e] = C::kState && paired ? phase_of_radians(start[row * C::kPairs + pair + e]) : 0;
+      }
+    }
+    if (const int t = first + thread; thread < tokens && t < seq) {
+      const float weight = in.dt[0] / (1.0f + expf(-in.trap[0]));
+      gamma[head + t] = weight;
+      f[head + t] = weight + in.dt[1] / (1.0f + expf(in.trap[1]));  // no step follows the last token
+    }
+    if (thread < tokens / 2) {  // whole warps
+      constexpr int kChunkLanes = C::kTokens / 2;
+      const int t = first + 2 * thread;
+      const float one = log2_decay(1.0f, in.adt[0]);
+      float sum = one + log2_decay(1.0f, in.adt[1]);
+#pragma unroll
+      for (int offset = 1; offset < kChunkLanes; offset *= 2) {
+        const float other = __shfl_up_sync(0xffffffff, sum, offset);
+        if (lane % kChunkLanes >= offset) sum += other;
+      }
+      float earlier = __shfl_up_sync(0xffffffff, sum, 1);
+      if (lane % kChunkLanes == 0) earlier = 0.0f;
+      if (t < seq) decay[head + t] = earlier + one;
+      if (t + 1 < seq) decay[head + t + 1] = sum;
+    }
     unsigned sum[kRun][4], total[4] = {}, ahead[4], all[4];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const float of_pairs[4] = {angle[j].x, angle[j].y, angle[j].z, angle[j].w};
+      const float of_pairs[4] = {in.angle[j].x, in.angle[j].y, in.angle[j].z, in.angle[j].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float turns = 0.5f * step[j] - step[j] * tail_of_tanh(of_pairs[e]);
+        const float turns = 0.5f * in.step[j] - in.step[j] * tail_of_tanh(of_pairs[e]);
         total[e] += static_cast<unsigned>(__float2int_rn((turns - rintf(turns)) * 4294967296.0f));
         sum[j][e] = total[e];
       }
     }
+    begin += blocks * tokens;
+    if (begin - own >= seq) begin = own, row += gridDim.y;
+    if (row < rows) load(row, begin);  // on its way while blocks wait for each other
     sums.sum(total, ahead, all);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       ahead[e] += before[e] + 0x8000;  // to the nearest unit
       before[e] += all[e];
     }
-    unsigned short* to = reinterpret_cast<unsigned short*>(phases + begin * R::kNext) + pair;
+    unsigned short* to = reinterpret_cast<unsigned short*>(phases + phases_at(this_row, first + run * kRun)) + pair;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
       const uint2 words = make_uint2(__byte_perm(ahead[0] + sum[j][0], ahead[1] + sum[j][1], 0x7632),
                                      __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
-      if (begin + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
+      if (first + run * kRun + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
-    begin += blocks * R::kTokensOfBlock;
-    if (left > blocks * R::kTokensOfBlock) load(begin);
   }
 }
 
