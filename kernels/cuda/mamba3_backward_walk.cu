@@ -49,7 +49,10 @@ __device__ __forceinline__ float outer_state(const WalkArrays& in, bool backward
 template <class C, bool Backward>
 struct Walker {
   using Memory = WalkMemory<C>;
-  static constexpr int kKeyTokens = C::kTokens / 16;  // of a thread, with all ranks
+  // A thread has so many units of keys, eight columns of a token each, and so many ranks of them. Half of them are of
+  // the first 64 columns, those that turn, so that all threads have as much to do.
+  static constexpr int kRanks = C::kRank < 2 ? C::kRank : 2, kParts = C::kRank / kRanks;
+  static constexpr int kKeyTokens = C::kTokens / (32 / kParts), kKeys = 2 * kKeyTokens;
   // A thread has two rows of values, of one token if there are ranks enough, else of two tokens.
   static constexpr bool kOneToken = C::kRank > 1;
   static constexpr int kValueTokens = kOneToken ? 1 : 2;
@@ -57,31 +60,34 @@ struct Walker {
   const WalkArrays& in;
   char* memory;
   int b, h;
-  int unit;  // eight columns of keys, the thread's: a warp has columns that turn, or none
-  // Where the thread's columns of token 0 are.
+  // Where token 0 is; of values, the thread's columns.
   const bf16 *key, *value, *gate;
   const unsigned short* phase;
   const float *decay, *f;
 
   __device__ Walker(const WalkArrays& arrays, char* shared, int row, int head)
-      : in(arrays), memory(shared), b(row), h(head), unit(uniform(threadIdx.x / 128) * 8 + threadIdx.x % 8) {
+      : in(arrays), memory(shared), b(row), h(head) {
     const long long tokens = (long long)b * in.seq, schedule = ((long long)b * C::kHeads + h) * in.seq;
     const long long at = (tokens * C::kHeads + h) * C::kP + threadIdx.x % 8 * 8;
     key = (Backward ? in.q : in.k) + (tokens * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
     value = (Backward ? in.dy : in.v) + at;
     gate = in.z + at;
-    phase = in.phases + (tokens * C::kHeads + h) * (2 * C::kPairs) + 4 * unit;
+    phase = in.phases + (tokens * C::kHeads + h) * (2 * C::kPairs);
     decay = in.decay + schedule, f = in.f + schedule;
   }
 
   // What a thread will stage of a chunk.
   struct Raw {
-    uint4 key[kKeyTokens][C::kRank], value[kValueTokens], gate[kValueTokens];
-    uint2 phase[kKeyTokens];
+    uint4 key[kKeys][kRanks], value[kValueTokens], gate[kValueTokens];
+    uint2 phase[kKeys];
     float decay[kValueTokens], f[kValueTokens], total;
   };
 
-  static __device__ __forceinline__ int key_token(int i) { return threadIdx.x / 8 % 16 + 16 * i; }
+  static __device__ __forceinline__ int key_token(int i) {
+    return threadIdx.x / (8 * kParts) + 32 / kParts * (i % kKeyTokens);
+  }
+  static __device__ __forceinline__ int key_rank(int r) { return threadIdx.x / 8 % kParts * kRanks + r; }
+  static __device__ __forceinline__ int key_unit(int i) { return threadIdx.x % 8 + 8 * (i / kKeyTokens); }
   static __device__ __forceinline__ int value_row(int i) {
     return kOneToken ? threadIdx.x / 8 * 2 + i : threadIdx.x / 8 + 32 * i;
   }
@@ -91,13 +97,14 @@ struct Walker {
     const int t0 = chunk * C::kTokens, end = in.seq - 1;
     raw.total = decay[min(t0 + C::kTokens - 1, end)];
 #pragma unroll
-    for (int i = 0; i < kKeyTokens; ++i) {
+    for (int i = 0; i < kKeys; ++i) {
+      const int unit = key_unit(i);
       const long long t = min(t0 + key_token(i), end);
       const bf16* from = key + t * (C::kRank * C::kGroups * C::kN);
 #pragma unroll
-      for (int r = 0; r < C::kRank; ++r) raw.key[i][r] = load_unit<C>(from + r * (C::kGroups * C::kN), unit);
+      for (int r = 0; r < kRanks; ++r) raw.key[i][r] = load_unit<C>(from + key_rank(r) * (C::kGroups * C::kN), unit);
       if (unit < C::kPairs / 4) {
-        raw.phase[i] = __ldg(reinterpret_cast<const uint2*>(phase + t * (C::kHeads * 2 * C::kPairs)));
+        raw.phase[i] = __ldg(reinterpret_cast<const uint2*>(phase + t * (C::kHeads * 2 * C::kPairs) + 4 * unit));
       }
     }
 #pragma unroll
@@ -117,7 +124,7 @@ struct Walker {
     if (which < (Backward && C::kGate ? 3 : 2)) {
       const long long t = min(t0 + static_cast<int>(threadIdx.x) % C::kTokens, end);
       const void* from = value - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
-      if (which == 1) from = phase - 4 * unit + t * (C::kHeads * 2 * C::kPairs);
+      if (which == 1) from = phase + t * (C::kHeads * 2 * C::kPairs);
       if (which == 2) from = gate - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
       want(from);
     }
@@ -129,25 +136,26 @@ struct Walker {
   }
 
   __device__ __forceinline__ void stage(const Raw& raw, int buffer) const {
-    const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias) + 8 * unit,
+    const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias),
                 *weights = reinterpret_cast<const float*>(memory + Memory::kWeights) + threadIdx.x % 8 * 8;
-    char* keys = memory + Memory::kKeys + buffer * 2 * kPanel + unit / 8 * kPanel;
 #pragma unroll
-    for (int i = 0; i < kKeyTokens; ++i) {
+    for (int i = 0; i < kKeys; ++i) {
+      const int unit = key_unit(i);
+      char* keys = memory + Memory::kKeys + buffer * 2 * kPanel + unit / 8 * kPanel;
       float cosine[4], sine[4];
       if (unit < C::kPairs / 4) sincos_of_phases(raw.phase[i], sine, cosine);
 #pragma unroll
-      for (int r = 0; r < C::kRank; ++r) {
+      for (int r = 0; r < kRanks; ++r) {
         float x[8], offset[8];
         unpack8(raw.key[i][r], x);
-        load8(bias + r * C::kN, offset);
+        load8(bias + key_rank(r) * C::kN + 8 * unit, offset);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] += offset[e];
         if (unit < C::kPairs / 4) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
         }
-        *reinterpret_cast<uint4*>(keys + swizzled(key_token(i) * C::kRank + r, threadIdx.x % 8)) = pack8(x);
+        *reinterpret_cast<uint4*>(keys + swizzled(key_token(i) * C::kRank + key_rank(r), threadIdx.x % 8)) = pack8(x);
       }
     }
 #pragma unroll
