@@ -9,13 +9,14 @@
 
 namespace jax_ssd {
 
-constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8, kRun = 8;
+constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 8;
+constexpr int kRun = 8, kScheduleRun = 8;  // tokens of a thread
 
 template <class C>
 struct Runs {
   static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16, kOfWarp = 32 / kLanes, kColumns = 4 * kLanes;
-  static constexpr int kTokensOfBlock = kTimeWarps * kOfWarp * kRun;
-  static constexpr long long kNext = C::kHeads * C::kPairs;  // from a token's pairs to the next one's
+  static constexpr int kScheduleTokens = kTimeWarps * kOfWarp * kScheduleRun;  // of a block in a round
+  static constexpr long long kNext = C::kHeads * C::kPairs;                    // from a token's pairs to the next one's
 };
 
 template <typename T, int Columns>
@@ -90,8 +91,8 @@ __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + 
 
 // What a thread of the schedule begins a round with: its runs of angles and steps, and one or two tokens of the rest.
 struct ScheduleInputs {
-  float4 angle[kRun];
-  float step[kRun], dt[2], trap[2], adt[2];
+  float4 angle[kScheduleRun];
+  float step[kScheduleRun], dt[2], trap[2], adt[2];
 };
 
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   const int blocks = gridDim.x, block = blockIdx.x, rows = batch * C::kHeads, thread = threadIdx.x;
   const int warp = uniform(thread / 32), lane = thread % 32;
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
-  const int tokens = R::kTokensOfBlock, own = block * tokens;  // of the block, in each round
+  const int tokens = R::kScheduleTokens, own = block * tokens;  // of the block, in each round
   const bool paired = pair < C::kPairs;
   ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
 
@@ -121,10 +122,10 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   ScheduleInputs in;
   const auto load = [&](int row, int first) {
     const long long head = (long long)row * seq;
-    const float* from = angles + phases_at(row, first + run * kRun) + pair;
+    const float* from = angles + phases_at(row, first + run * kScheduleRun) + pair;
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      const int t = first + run * kRun + j;
+    for (int j = 0; j < kScheduleRun; ++j) {
+      const int t = first + run * kScheduleRun + j;
       in.angle[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), in.step[j] = 0.0f;
       if (t < seq && paired) in.angle[j] = __ldg(reinterpret_cast<const float4*>(from + j * R::kNext));
       if (t < seq) in.step[j] = __ldg(dt + head + t);
@@ -171,9 +172,9 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
       if (t < seq) decay[head + t] = earlier + one;
       if (t + 1 < seq) decay[head + t + 1] = sum;
     }
-    unsigned sum[kRun][4], total[4] = {}, ahead[4], all[4];
+    unsigned sum[kScheduleRun][4], total[4] = {}, ahead[4], all[4];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) {
+    for (int j = 0; j < kScheduleRun; ++j) {
       const float of_pairs[4] = {in.angle[j].x, in.angle[j].y, in.angle[j].z, in.angle[j].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -191,12 +192,13 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
       ahead[e] += before[e] + 0x8000;  // to the nearest unit
       before[e] += all[e];
     }
-    unsigned short* to = reinterpret_cast<unsigned short*>(phases + phases_at(this_row, first + run * kRun)) + pair;
+    unsigned short* to =
+        reinterpret_cast<unsigned short*>(phases + phases_at(this_row, first + run * kScheduleRun)) + pair;
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) {
+    for (int j = 0; j < kScheduleRun; ++j) {
       const uint2 words = make_uint2(__byte_perm(ahead[0] + sum[j][0], ahead[1] + sum[j][1], 0x7632),
                                      __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
-      if (first + run * kRun + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
+      if (first + run * kScheduleRun + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
     }
   }
 }
