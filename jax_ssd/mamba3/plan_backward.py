@@ -276,7 +276,8 @@ class _Builder:
             for b in moving
         )
         heads, states = (p.batch, p.heads, p.seq), (p.batch, p.heads, self.chunks, p.state, p.head_dim)
-        floats = dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads)
+        floats: dict[str, tuple[int, ...]] = {}
+        floats |= dict.fromkeys(("gamma", "f", "decay", "d_f", "d_gamma"), heads)
         self.moments = not config.warpgroups or "d_state_ssm" in p.given  # else made where they are needed
         if self.moments:
             floats["moments"] = (p.batch, p.heads, pieces(p, self.span), p.pairs)
