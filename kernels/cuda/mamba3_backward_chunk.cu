@@ -157,33 +157,34 @@ template <class C>
 struct TurnUnits {
   static constexpr int kUnits = C::kPairs / 4, kEach = (C::kTokens * kUnits + kTeam - 1) / kTeam;
   static constexpr bool kWhole = C::kTokens * kUnits % kTeam == 0;
-  uint2 phases[kEach];
-
   int thread;
+  uint4 turns[kEach];  // cosines and sines in 16 bits
 
   __device__ __forceinline__ TurnUnits() : thread(thread_anew()) {}
   __device__ __forceinline__ int token(int i) const { return (thread + i * kTeam) / kUnits; }
   __device__ __forceinline__ int pair(int i) const { return (thread + i * kTeam) % kUnits * 4; }
 
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+    uint2 phases[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const long long at = place.token_head(min(token(i), place.last), h, C::kPairs);
       phases[i] = *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned short*>(in.angles + at) + pair(i));
     }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float sine[4], cosine[4];
+      sincos_of_phases(phases[i], sine, cosine);
+      turns[i] = make_uint4(Pair<__half>::of(cosine[0], sine[0]), Pair<__half>::of(cosine[1], sine[1]),
+                            Pair<__half>::of(cosine[2], sine[2]), Pair<__half>::of(cosine[3], sine[3]));
+    }
   }
-  // As cosines and sines [token][pair] in 16 bits.
-  __device__ __forceinline__ void store(unsigned* turns) const {
+  // To a table [token][pair].
+  __device__ __forceinline__ void store(unsigned* table) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (!kWhole && token(i) >= C::kTokens) continue;
-      float sine[4], cosine[4];
-      sincos_of_phases(phases[i], sine, cosine);
-      unsigned words[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = Pair<__half>::of(cosine[e], sine[e]);
-      *reinterpret_cast<uint4*>(turns + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      *reinterpret_cast<uint4*>(table + token(i) * ChunkMemory<C>::kTurnPitch + pair(i)) = turns[i];
     }
   }
 };
@@ -217,18 +218,37 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
   char* values = memory.base + buffer * Memory::kInput + Memory::kV;
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+  bf16* raw_v = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * kKind + piece * 8;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
+  constexpr int kUnits = C::kTokens * 8 / kTeam;
+  const unsigned tile = shared_address(values), row = shared_address(raw);
+  const auto token = [&](int j) { return first + j * (kTeam / 8); };
+  const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
+  // Tables of dy and z are this warpgroup's own; all else may still be in use.
+  uint4 own_v[kUnits];
+#pragma unroll
+  for (int j = 0; j < kUnits; ++j) {
+    const unsigned to = row + token(j) * (Memory::kWidePitch * 2);
+    if constexpr (Memory::kOutput) copy_piece(to, in.dy + place_of(j), token(j) <= place.last);
+    if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), token(j) <= place.last);
+    if constexpr (C::kWeighted) {
+      own_v[j] = make_uint4(0, 0, 0, 0);
+      if (token(j) <= place.last) own_v[j] = read_once(in.v + place_of(j));
+    }
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
 #pragma unroll
-  for (int j = 0; j < C::kTokens * 8 / kTeam; ++j) {
-    const int c = first + j * (kTeam / 8);
-    const bool there = c <= place.last;
-    const long long at = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
-    const unsigned tile = shared_address(values) + swizzled(c, piece),
-                   row = shared_address(raw) + c * (Memory::kWidePitch * 2);
-    copy_piece(C::kWeighted ? row + 4 * kKind : tile, in.v + at, there);
-    copy_piece(Memory::kOutput ? row : tile + Memory::kAdjoint - Memory::kV, in.dy + at, there);
-    if constexpr (C::kGate) copy_piece(row + 2 * kKind, in.z + at, there);
+  for (int j = 0; j < kUnits; ++j) {
+    const unsigned to = tile + swizzled(token(j), piece);
+    if constexpr (C::kWeighted) {
+      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own_v[j];
+    } else {
+      copy_piece(to, in.v + place_of(j), token(j) <= place.last);
+    }
+    if constexpr (!Memory::kOutput) {
+      copy_piece(to + Memory::kAdjoint - Memory::kV, in.dy + place_of(j), token(j) <= place.last);
+    }
   }
   if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
@@ -242,7 +262,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(C::kWeighted || !Memory::kOutput ? 0 : 1) : "memory");
   if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
   if constexpr (Memory::kOutput) {
 #pragma unroll 1
@@ -283,72 +303,75 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       }
     }
   }
+  if constexpr (!C::kWeighted && Memory::kOutput) asm volatile("cp.async.wait_group 0;" ::: "memory");
   fence_async_proxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
 }
 
-// Rows of Q and K, which a thread copies to where it will bias and turn them. It keeps its columns and its rank, its
-// rows are eight apart; a warp has columns that turn, or none. Beyond the last token it is that token's again: what
-// these rows meet is zero.
+// Rows of Q and K, which a thread copies to where it will bias and turn them. It has eight columns of both panels, in
+// rows eight apart, of one rank. Beyond the last token it is that token's again: what these rows meet is zero.
 template <class C>
 struct KeyRows {
-  static constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
-  int unit, first;
+  static constexpr int kNext = 8 / C::kRank, kEach = 4;  // tokens from one row of a thread to the next; rows of a panel
+  int piece, first;
   char* to;
-  float q_bias[8], k_bias[8];
+  float q_bias[2][8], k_bias[2][8];
 
   __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
     const int thread = thread_anew();
-    unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
-    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
-         swizzled(first, unit % 8);
+    piece = thread % 8, first = thread / 64 * 32 + thread / 8 % 8;
+    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + swizzled(first, piece);
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
-    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
+    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN, kColumns = C::kHalf ? 4 : 8;
     int c = first / C::kRank;
-    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    const long long at = place.q_at(min(c, place.last), first % C::kRank) + kColumns * piece;
     const bf16 *q = in.q + at, *k = in.k + at;
     unsigned row = shared_address(to);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      copy_unit(row, q);
-      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int panel = 0; panel < 2; ++panel) {
+        copy_unit(row + panel * kPanel, q + panel * 8 * kColumns);
+        copy_unit(row + panel * kPanel + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + panel * 8 * kColumns);
+      }
       row += 1024, c += kNext;
       if (c <= place.last) q += kStride, k += kStride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
+  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int panel) {
     const long long bias = (place.param(h) * C::kRank + first % C::kRank) * C::kN;
-    load_bias<C>(in.q_bias + bias, unit, q_bias);
-    load_bias<C>(in.k_bias + bias, unit, k_bias);
+    load_bias<C>(in.q_bias + bias, panel * 8 + piece, q_bias[panel]);
+    load_bias<C>(in.k_bias + bias, panel * 8 + piece, k_bias[panel]);
   }
 
-  template <bool Turning>
+  template <int Panel>
   __device__ __forceinline__ void finish(const unsigned* turns) const {
     using Memory = ChunkMemory<C>;
+    constexpr bool kTurning = Panel * 8 < C::kPairs / 4;
+    const int unit = Panel * 8 + piece;
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    char* row = to;
+    char* row = to + Panel * kPanel;
     const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
     uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
     uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
-    if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
+    if (kTurning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const uint4 own_q = q, own_k = k, own_turn = turn;
-      if (i < 7) {  // the next row is on its way meanwhile
+      if (i + 1 < kEach) {  // the next row is on its way meanwhile
         q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
-        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+        if (kTurning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
       }
       float x[8], y[8];
       unpack8(own_q, x), unpack8(own_k, y);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
-      if constexpr (Turning) {
+      for (int e = 0; e < 8; ++e) x[e] += q_bias[Panel][e], y[e] += k_bias[Panel][e];
+      if constexpr (kTurning) {
         const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -381,62 +404,69 @@ struct KeyRows {
   }
 };
 
-// Decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows.
+// Gradients of decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows. What the rows gave
+// is read before the next head but one takes their place, and decays are summed up once that head is prepared.
 template <class C>
-__device__ __forceinline__ void finish_sums(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int h, int buffer) {
-  const int lane = threadIdx.x % 32;
-  const long long head = place.head_token(in, h);
-  const auto row_of = [&](int which, int row) { return memory.rows(buffer, which)[row]; };
-  const auto sum_of = [&](int which, int row) { return memory.sums(buffer, which)[row]; };
-  float e[2], weight[2], diagonal[2], ends = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = 2 * lane + i;
-    const float below = sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
-    const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
-    e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
-    weight[i] = below + row_of(kLeft, row) * out;
-    diagonal[i] = sum_of(kSame, row);
-    ends += leaving;
-  }
-  const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
-  const float carried = others[0] + others[1] + (others[2] + others[3]);
-  ends = warp_sum(ends) + exp2_fast(row_of(kDecay, C::kRows - 1)) * carried;
-  if (C::kSkip && lane == 0) {
-    place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
-  }
-  float suffix = e[0] + e[1];
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const float other = __shfl_down_sync(0xffffffff, suffix, offset);
-    if (lane + offset < 32) suffix += other;
-  }
-  if constexpr (C::kRank == 1) {
-    const float after = __shfl_down_sync(0xffffffff, suffix, 1);
+struct HeadSums {
+  float e[2], ends;
+
+  __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, const ChunkMemory<C>& memory,
+                                       int h, int buffer) {
+    const int lane = threadIdx.x % 32, c = 2 * lane / C::kRank;
+    const auto row_of = [&](int which, int row) { return memory.rows(buffer, which)[row]; };
+    const auto sum_of = [&](int which, int row) { return memory.sums(buffer, which)[row]; };
+    float weight[2], diagonal[2];
+    ends = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int c = 2 * lane + i;
-      if (c > place.last) continue;
-      in.d_adt[head + c] = (i == 0 ? suffix : e[1] + (lane == 31 ? 0.0f : after)) + ends;
-      in.d_f[head + c] = weight[i];
-      in.d_gamma[head + c] = diagonal[i];
+      const int row = 2 * lane + i;
+      const float below =
+          sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
+      const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
+      e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+      weight[i] = below + row_of(kLeft, row) * out;
+      diagonal[i] = sum_of(kSame, row);
+      ends += leaving;
     }
-  } else {
-    float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
+    const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
+    if (lane == 0) {
+      ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * (others[0] + others[1] + (others[2] + others[3]));
+      if (C::kSkip) {
+        place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
+      }
+    }
+    const long long head = place.head_token(in, h);
+    if constexpr (C::kRank == 1) {
 #pragma unroll
-    for (int offset = 1; offset < C::kRank / 2; offset *= 2) {
-      sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
-      sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
-    }
-    const int c = 2 * lane / C::kRank;
-    if (2 * lane % C::kRank == 0 && c <= place.last) {
-      in.d_adt[head + c] = suffix + ends;
-      in.d_f[head + c] = sum_f;
-      in.d_gamma[head + c] = sum_gamma;
+      for (int i = 0; i < 2; ++i) {
+        if (c + i <= place.last) in.d_f[head + c + i] = weight[i], in.d_gamma[head + c + i] = diagonal[i];
+      }
+    } else {
+      float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
+#pragma unroll
+      for (int offset = 1; offset < C::kRank / 2; offset *= 2) {
+        sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
+        sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
+      }
+      if (2 * lane % C::kRank == 0 && c <= place.last) in.d_f[head + c] = sum_f, in.d_gamma[head + c] = sum_gamma;
     }
   }
-}
+
+  __device__ __forceinline__ void store(const ChunkArrays& in, const ChunkPlace<C>& place, int h) const {
+    const int lane = threadIdx.x % 32, c = 2 * lane / C::kRank;
+    const float all = warp_sum(ends);
+    float suffix = e[0] + e[1];
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_down_sync(0xffffffff, suffix, offset);
+      if (lane + offset < 32) suffix += other;
+    }
+    const float after = __shfl_down_sync(0xffffffff, suffix, 1);
+    float* to = in.d_adt + place.head_token(in, h) + c;
+    if (2 * lane % C::kRank == 0 && c <= place.last) to[0] = suffix + all;
+    if (C::kRank == 1 && c + 1 <= place.last) to[1] = e[1] + (lane == 31 ? 0.0f : after) + all;
+  }
+};
 
 template <class C>
 __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -451,31 +481,33 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     KeyRows<C> rows(memory, buffer);
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
     if (i < place.heads) {
-      turning.load(in, place, h);
+      rows.load_biases(in, place, h, 0);
       if (warp == 3) weights.load(in, place, h);
+      turning.load(in, place, h);
     }
     if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
     if (i < place.heads) {
       rows.copy(in, place);
       turning.store(turns);
-      rows.load_biases(in, place, h);
       named_barrier(1, kTeam);
     }
+    HeadSums<C> sums;
     if (warp == 3) {
-      if (i >= 2) finish_sums<C>(in, place, memory, h - 2, buffer);
+      if (i >= 2) sums.load(in, place, memory, h - 2, buffer);
       __syncwarp();
       if (i < place.heads) weights.store(memory, buffer);
     }
-    if (i >= place.heads) continue;
-    if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
-    if (warp / 2 * 8 < C::kPairs / 4) {
-      rows.template finish<true>(turns);
-    } else {
-      rows.template finish<false>(turns);
+    if (i < place.heads) {
+      if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
+      rows.load_biases(in, place, h, 1);
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      rows.template finish<0>(turns);
+      rows.template finish<1>(turns);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.full(buffer));
     }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.full(buffer));
+    if (warp == 3 && i >= 2) sums.store(in, place, h - 2);
   }
 }
 
@@ -498,36 +530,54 @@ __device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
   }
 }
 
+// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
+__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
+  const int lane = threadIdx.x % 32;
+  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
+}
+
+// The same of a table with rows of `pitch` bytes for tokens: words of 32 bits or pairs of 16, 16 bytes of two columns.
+template <class C>
+__device__ __forceinline__ unsigned table_fragment_at(unsigned table, int pitch, int step) {
+  const int lane = threadIdx.x % 32;
+  return table + (threadIdx.x / 32 % 4 * 16 + lane % 16) / C::kRank * pitch + (2 * step + lane / 16) * 16;
+}
+
 // tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
 template <class C>
 __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
-                                          const char* tile, const unsigned* turns, float* bias) {
+                                          unsigned tile, unsigned turns, float* bias) {
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
-  const char* from = tile + row * 128 + lane % 4 * 4;
-  const unsigned* cosines = turns + row / C::kRank * Memory::kTurnPitch + lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   float sums[32];
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
-    if (j < kTurned) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float x = own[2 * half], y = own[2 * half + 1];
-        const float2 was = unpack2(
-            *reinterpret_cast<const unsigned*>(from + j / 8 * kPanel + half * 1024 + ((j % 8) ^ (lane / 4)) * 16));
-        const unsigned cs = cosines[half * 8 / C::kRank * Memory::kTurnPitch + 4 * j];
-        const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
-        turn[half * kTurned + j] = y * was.x - x * was.y;
-        own[2 * half] = x * cosine + y * sine;
-        own[2 * half + 1] = y * cosine - x * sine;
-      }
+  for (int step = 0; step < 8; ++step) {
+    unsigned rows[4], words[4];  // [column][half of the rows]
+    if (2 * step < kTurned) {
+      load_tiles(rows, fragment_at(tile, step));
+      load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
     }
-    sums[2 * j] = own[0] + own[2];
-    sums[2 * j + 1] = own[1] + own[3];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
+    for (int j = 2 * step; j < 2 * step + 2; ++j) {
+      float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
+      if (j < kTurned) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float x = own[2 * half], y = own[2 * half + 1];
+          const float2 was = unpack2(rows[j % 2 * 2 + half]);
+          const unsigned cs = words[j % 2 * 2 + half];
+          const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
+          turn[half * kTurned + j] = y * was.x - x * was.y;
+          own[2 * half] = x * cosine + y * sine;
+          own[2 * half + 1] = y * cosine - x * sine;
+        }
+      }
+      sums[2 * j] = own[0] + own[2];
+      sums[2 * j + 1] = own[1] + own[3];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
+    }
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
   share_sums<32, 16, 4 * C::kRank>(sums);
@@ -560,10 +610,22 @@ struct OwnTurns {
     pair = rank % kParts * kOwn * 4 + lane % 4;
   }
   // To a table: see `turn_at`.
-  template <int Size>
-  __device__ __forceinline__ void store(float* table, const float (&turn)[Size]) const {
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int offset,
+                                        const float (&turn)[C::kPairs / 2]) const {
+    if constexpr (C::kRank == 1) {
+      const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
+      for (int i = 0; i < kTurned; i += 2) {
+        const int next = i + 1 < kTurned ? i + 1 : i;
+        const unsigned words[4] = {__float_as_uint(turn[i]), __float_as_uint(turn[kTurned + i]),
+                                   __float_as_uint(turn[next]), __float_as_uint(turn[kTurned + next])};
+        store_tiles(memory.at(offset) + turn_at<C>(row, (i + lane / 16) * 4) * 4, words);
+      }
+    } else {
+      float* table = reinterpret_cast<float*>(memory.base + offset);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
+    }
   }
   // Tokens and pairs beyond the lane's first.
   static __device__ constexpr int later(int i) { return i / kTurned * 8; }
@@ -631,12 +693,6 @@ __device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) 
   const float low = rows[row], high = rows[row + 8];
 #pragma unroll
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
-}
-
-// Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
-__device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
-  const int lane = threadIdx.x % 32;
-  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
 }
 
 // Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
@@ -771,65 +827,66 @@ __device__ __forceinline__ void output_gradients(const float (&o)[32], const Chu
   using Memory = ChunkMemory<C>;
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
   const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + c * Memory::kWidePitch + lane_column;
-  bf16* raw_z = memory.template table<bf16>(buffer, Memory::kRaw) + (C::kTokens + c) * Memory::kWidePitch + lane_column;
+  constexpr int kPitch = Memory::kWidePitch * 2, kKind = C::kTokens * kPitch;
+  const unsigned raw = memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kRaw);
   const float* weights =
       memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
   bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
-  float d_fold[16], d_spread[16], d_gate[8];
+  float d_fold[16], d_spread[16];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
-    if constexpr (C::kWeighted) {
-      const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
-                   z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
-      fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
-    }
-    float sum_fold[2] = {}, sum_spread[2] = {};
+  for (int step = 0; step < 4; ++step) {
+    const unsigned own = table_fragment_at<C>(raw, kPitch, step);
+    unsigned raw_ups[4], raw_gates[4] = {};  // [column][half of the rows]
+    load_tiles(raw_ups, own);
+    if constexpr (C::kGate) load_tiles(raw_gates, own + kKind);
+    float d_gate[8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bf16* own = raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j;
-      const unsigned raw_up = *reinterpret_cast<const unsigned*>(own);
-      unsigned raw_z = 0;
-      if constexpr (C::kGate) raw_z = *reinterpret_cast<const unsigned*>(own + C::kTokens * Memory::kWidePitch);
-      const float2 ups = unpack2(raw_up), gates = unpack2(raw_z);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
-        if constexpr (C::kGate) {
-          const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
-          const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
-          const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
-          sum_fold[e] += up * silu;
-          sum_spread[e] += dx * z;
-          d_gate[j % 2 * 4 + 2 * half + e] = dx * (fold[e] * spread[e]);
-        } else {
-          sum_fold[e] += up;
-        }
+    for (int column = 0; column < 2; ++column) {
+      const int j = 2 * step + column;
+      float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
+      if constexpr (C::kWeighted) {
+        const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
+                     z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
+        fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
       }
-    }
-#pragma unroll
-    for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
-    if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
+      float sum_fold[2] = {}, sum_spread[2] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<unsigned*>(raw_z + half * 8 * Memory::kWidePitch + 8 * j) =
-            Pairs16::of(d_gate[j % 2 * 4 + 2 * half], d_gate[j % 2 * 4 + 2 * half + 1]);
+        const float2 ups = unpack2(raw_ups[2 * column + half]), gates = unpack2(raw_gates[2 * column + half]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
+          if constexpr (C::kGate) {
+            const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
+            const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
+            const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
+            sum_fold[e] += up * silu;
+            sum_spread[e] += dx * z;
+            d_gate[4 * column + 2 * half + e] = dx * (fold[e] * spread[e]);
+          } else {
+            sum_fold[e] += up;
+          }
+        }
       }
-    } else if (C::kGate && j % 2) {
-      store_folded<C>(d_z + (j - 1) * 8, d_gate, place.last - c);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
+    }
+    if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
+      const unsigned words[4] = {Pairs16::of(d_gate[0], d_gate[1]), Pairs16::of(d_gate[2], d_gate[3]),
+                                 Pairs16::of(d_gate[4], d_gate[5]), Pairs16::of(d_gate[6], d_gate[7])};
+      store_tiles(own + kKind, words);
+    } else if constexpr (C::kGate) {
+      store_folded<C>(d_z + step * 16, d_gate, place.last - c);
     }
   }
   if constexpr (C::kGate && C::kRank == 1) {  // then out in whole rows
     __syncwarp();
-    raw_z -= lane / 4 * Memory::kWidePitch + lane_column;
+    const int first = row - lane / 4 + lane / 8, piece = lane % 8 * 8;
+    const bf16* rows = memory.template table<bf16>(buffer, Memory::kRaw) + kKind / 2 + piece;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int later = lane / 8 + 4 * j, own = row - lane / 4 + later;
-      const uint4 words = *reinterpret_cast<const uint4*>(raw_z + later * Memory::kWidePitch + lane % 8 * 8);
-      if (own <= place.last) {
-        *reinterpret_cast<uint4*>(in.d_z + place.token_head(own, h, C::kP) + lane % 8 * 8) = words;
-      }
+    for (int t = first; t < first + 16; t += 4) {
+      const uint4 words = *reinterpret_cast<const uint4*>(rows + t * Memory::kWidePitch);
+      if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + piece) = words;
     }
   }
   if constexpr (C::kWeighted) {
@@ -902,12 +959,13 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     wgmma_wait<0>();
     pin(d);
     float turn[C::kPairs / 2];
-    turn_back<C>(d, group, turn, memory.base + buffer * Memory::kInput + Memory::kQ,
-                 memory.template table<unsigned>(buffer, Memory::kTurns),
+    turn_back<C>(d, group, turn, q, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
                  reinterpret_cast<float*>(memory.base + Memory::kBias));
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
     if (i > 0) store_turns<C>(in, place, memory, i - 1);
     named_barrier(2, kTeam);
-    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kQueryTurns), turn);
+    OwnTurns<C>().store(memory, Memory::kQueryTurns, turn);
     named_barrier(2, kTeam);
     if (thread % 32 == 0) barrier_arrive(memory.phases_free());
     if (thread == 0 && i + 1 < place.heads) {
@@ -917,7 +975,6 @@ __device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPla
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
                                                place.record(in, h) + C::kQBiasAt);
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
   if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
   store_group<C>(in, place, in.d_q, in.q_sums, group);
@@ -956,10 +1013,12 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
+      if (thread % 32 == 0) barrier_arrive(memory.outputs_done());
       output_gradients<C>(o, in, place, memory, h, buffer);
     }
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
     named_barrier(4, kTeam);
-    if (thread == 0) barrier_arrive(memory.outputs_done());
     if constexpr (C::kWeighted) {
       bf16* record = place.record(in, h);
       const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
@@ -967,7 +1026,6 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
       sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
       named_barrier(4, kTeam);
     }
-    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
   }
 }
 
@@ -1031,7 +1089,6 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     const int buffer = i % 2, h = place.head + i;
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
-    const char* tiles = memory.base + buffer * Memory::kInput;
     barrier_wait(memory.full(buffer), i / 2 & 1);
     barrier_wait(memory.adjoint_here(), i & 1);
     {
@@ -1091,9 +1148,11 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     }
     float turn[C::kPairs / 2];
     float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
-    turn_back<C>(d, group, turn, tiles + Memory::kK, memory.template table<unsigned>(buffer, Memory::kTurns), bias);
+    turn_back<C>(d, group, turn, k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns), bias);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.empty(buffer));
     barrier_wait(memory.phases_free(), i & 1);
-    OwnTurns<C>().store(reinterpret_cast<float*>(memory.base + Memory::kKeyTurns), turn);
+    OwnTurns<C>().store(memory, Memory::kKeyTurns, turn);
     named_barrier(3, kTeam);
     if (lane == 0) barrier_arrive(memory.phases_here());
     bf16* record = place.record(in, h);
@@ -1102,8 +1161,7 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
       sum_of_warps<C, C::kP, Memory::kWidePitch>(reinterpret_cast<const float*>(memory.base + Memory::kFolds),
                                                  record + C::kMimoVAt);
     }
-    named_barrier(3, kTeam);
-    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+    if constexpr (C::kWeighted) named_barrier(3, kTeam);  // ahead of the next head's sums over ranks
   }
   store_group<C>(in, place, in.d_k, in.k_sums, group);
 }
@@ -1134,7 +1192,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
     barrier_init(memory.products_here(), 1);
-    barrier_init(memory.outputs_done(), 1);
+    barrier_init(memory.outputs_done(), 4);
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.products_free(), 4);
     barrier_init(memory.phases_here(), 4);
