@@ -148,11 +148,11 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
     p, weighted = problem, "mimo_v" in problem.given
     tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
-    kinds = 3 if weighted else 2 if "z" in p.given else 0
+    panels = 20 if weighted or "z" in p.given else 18
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + kinds * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = 2 * tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4 + 4 * weights
-    return 18 * 8192 + 2 * table + sums + 96
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
+    sums = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4
+    return panels * 8192 + 2 * table + sums + 96
 
 
 def ranks(problem: Problem) -> int:

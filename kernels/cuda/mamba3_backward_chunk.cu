@@ -10,6 +10,10 @@
 // registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
 // the third the next head's values, then the output and what depends on it; the fourth the next head's queries
 // and keys, and the end of the sums of the head before.
+//
+// Instructions come from a cache of 32 KB at full speed, beyond it at half of that. The loops of all warpgroups are
+// more, so both sides run one program where they do the same, and what can be is a short loop instead of a long
+// sequence.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -32,22 +36,24 @@ struct ChunkMemory {
   // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
   static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN + 8;
   static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
-  static constexpr int kKinds = !kOutput ? 0 : C::kWeighted ? 3 : 2;
-  // Tiles of an input, twice.
-  static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kInput = 6 * kPanel;
+  static constexpr bool kSlopes = C::kGate && !C::kWeighted;
+  static constexpr int kKinds = C::kWeighted ? 3 : 0;
+  // Tiles of an input, twice; slopes: of the output's gate, times the output's adjoint, without weights of ranks.
+  static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kSlope = 6 * kPanel,
+                       kInput = (kSlopes ? 7 : 6) * kPanel;
   static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
-                       kAdjointM = kM + kPanel;
+                       kAdjointM = kM + kPanel, kOutputs = kAdjointM + kPanel,
+                       kValueOut = kOutputs + (C::kWeighted ? kPanel : 0),
+                       kTables = kValueOut + (C::kWeighted ? kPanel : 0);  // the last two: of all ranks
   // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
                        kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
-  // What phases get, of the key side and of the query side: see `turn_at`.
+  // What phases get: see `turn_at`.
   static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
-  static constexpr int kTables = kAdjointM + kPanel, kKeyTurns = kTables + 2 * kTable,
-                       kQueryTurns = kKeyTurns + kTurned, kBias = kQueryTurns + kTurned,  // [side][warp][rank][column]
-      kFolds = kBias + 8 * C::kRank * kBiasPitch * 4,                                     // [v, o, z][warp][rank][p]
-      kBarriers = kFolds + (C::kWeighted ? 12 * C::kRank * kWidePitch * 4 : 0), kBytes = kBarriers + 96;
+  static constexpr int kPhases = kTables + 2 * kTable, kBias = kPhases + kTurned,  // [side][warp][rank][column]
+      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
 
   char* base;
   // Barriers.
@@ -221,33 +227,40 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   bf16* raw_v = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * kKind + piece * 8;
   const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
   constexpr int kUnits = C::kTokens * 8 / kTeam;
-  const unsigned tile = shared_address(values), row = shared_address(raw);
+  const unsigned tile = shared_address(values), row = shared_address(raw), slopes = tile + Memory::kSlope - Memory::kV;
   const auto token = [&](int j) { return first + j * (kTeam / 8); };
   const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
   // Tables of dy and z are this warpgroup's own; all else may still be in use.
-  uint4 own_v[kUnits];
+  uint4 own[kUnits];
 #pragma unroll
   for (int j = 0; j < kUnits; ++j) {
     const unsigned to = row + token(j) * (Memory::kWidePitch * 2);
-    if constexpr (Memory::kOutput) copy_piece(to, in.dy + place_of(j), token(j) <= place.last);
-    if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), token(j) <= place.last);
+    const bool there = token(j) <= place.last;
     if constexpr (C::kWeighted) {
-      own_v[j] = make_uint4(0, 0, 0, 0);
-      if (token(j) <= place.last) own_v[j] = read_once(in.v + place_of(j));
+      copy_piece(to, in.dy + place_of(j), there);
+      if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), there);
+    }
+    if constexpr (Memory::kSlopes) copy_piece(slopes + swizzled(token(j), piece), in.z + place_of(j), there);
+    if constexpr (Memory::kOutput) {
+      own[j] = make_uint4(0, 0, 0, 0);
+      if (there) own[j] = read_once((C::kWeighted ? in.v : in.dy) + place_of(j));
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
 #pragma unroll
   for (int j = 0; j < kUnits; ++j) {
-    const unsigned to = tile + swizzled(token(j), piece);
+    const unsigned to = swizzled(token(j), piece);
+    const bool there = token(j) <= place.last;
     if constexpr (C::kWeighted) {
-      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own_v[j];
+      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own[j];
     } else {
-      copy_piece(to, in.v + place_of(j), token(j) <= place.last);
-    }
-    if constexpr (!Memory::kOutput) {
-      copy_piece(to + Memory::kAdjoint - Memory::kV, in.dy + place_of(j), token(j) <= place.last);
+      copy_piece(tile + to, in.v + place_of(j), there);
+      if constexpr (Memory::kOutput) {
+        *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = own[j];
+      } else {
+        copy_piece(tile + Memory::kAdjoint - Memory::kV + to, in.dy + place_of(j), there);
+      }
     }
   }
   if constexpr (C::kWeighted) {
@@ -263,8 +276,8 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   asm volatile("cp.async.wait_group %0;" ::"n"(C::kWeighted || !Memory::kOutput ? 0 : 1) : "memory");
-  if constexpr (C::kWeighted) named_barrier(4, kTeam);  // weights are copied by others
-  if constexpr (Memory::kOutput) {
+  if constexpr (C::kWeighted) {
+    named_barrier(4, kTeam);  // weights are copied by others
 #pragma unroll 1
     for (int c = first; c < C::kTokens; c += kTeam / 8) {
       const auto piece_of = [&](int kind) {
@@ -273,34 +286,47 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       float value[8], up[8], gate[8];
       unpack8(piece_of(0), up);
       if constexpr (C::kGate) unpack8(piece_of(1), gate);
-      if constexpr (C::kWeighted) unpack8(piece_of(2), value);
+      unpack8(piece_of(2), value);
 #pragma unroll 1
       for (int r = 0; r < C::kRank; ++r) {
         float x[8], y[8];
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
-          float4 weight_v = make_float4(1.0f, 1.0f, 1.0f, 1.0f), weight_o = weight_v, weight_z = weight_v;
-          if constexpr (C::kWeighted) {
-            const float* from = weights + r * Memory::kWidePitch + e;
-            weight_v = *reinterpret_cast<const float4*>(from);
-            weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
-            if constexpr (C::kGate)
-              weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
-          }
+          float4 weight_v, weight_o, weight_z = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+          const float* from = weights + r * Memory::kWidePitch + e;
+          weight_v = *reinterpret_cast<const float4*>(from);
+          weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
+          if constexpr (C::kGate) weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
           const float own_v[4] = {weight_v.x, weight_v.y, weight_v.z, weight_v.w},
                       own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
                       own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            if constexpr (C::kWeighted) x[e + i] = value[e + i] * own_v[i];
+            x[e + i] = value[e + i] * own_v[i];
             y[e + i] = up[e + i] * own_o[i];
             if constexpr (C::kGate) y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
           }
         }
         const unsigned to = swizzled(c * C::kRank + r, piece);
-        if constexpr (C::kWeighted) *reinterpret_cast<uint4*>(values + to) = pack8(x);
+        *reinterpret_cast<uint4*>(values + to) = pack8(x);
         *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
       }
+    }
+  }
+  if constexpr (Memory::kSlopes) {
+#pragma unroll 1
+    for (int c = first; c < C::kTokens; c += kTeam / 8) {
+      uint4* adjoint = reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + swizzled(c, piece));
+      uint4* slope = reinterpret_cast<uint4*>(values + Memory::kSlope - Memory::kV + swizzled(c, piece));
+      float up[8], gate[8];
+      unpack8(*adjoint, up), unpack8(*slope, gate);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const float half_gate = 0.5f * gate[e], tanh_gate = tanh_fast(half_gate), on = 0.5f + 0.5f * tanh_gate;
+        gate[e] = up[e] * (on + on * (half_gate - half_gate * tanh_gate));
+        up[e] *= half_gate + half_gate * tanh_gate;
+      }
+      *adjoint = pack8(up), *slope = pack8(gate);
     }
   }
   if constexpr (!C::kWeighted && Memory::kOutput) asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -309,69 +335,67 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
 }
 
-// Rows of Q and K, which a thread copies to where it will bias and turn them. It has eight columns of both panels, in
-// rows eight apart, of one rank. Beyond the last token it is that token's again: what these rows meet is zero.
+// Rows of Q and K, which a thread copies to where it will bias and turn them. It keeps its columns and its rank, its
+// rows are eight apart; a warp has columns that turn, or none. Beyond the last token it is that token's again: what
+// these rows meet is zero.
 template <class C>
 struct KeyRows {
-  static constexpr int kNext = 8 / C::kRank, kEach = 4;  // tokens from one row of a thread to the next; rows of a panel
-  int piece, first;
+  static constexpr int kNext = 8 / C::kRank;  // tokens from one row of a thread to the next
+  int unit, first;
   char* to;
-  float q_bias[2][8], k_bias[2][8];
+  float q_bias[8], k_bias[8];
 
   __device__ __forceinline__ KeyRows(const ChunkMemory<C>& memory, int buffer) {
     const int thread = thread_anew();
-    piece = thread % 8, first = thread / 64 * 32 + thread / 8 % 8;
-    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + swizzled(first, piece);
+    unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
+    to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
+         swizzled(first, unit % 8);
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
-    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN, kColumns = C::kHalf ? 4 : 8;
+    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
     int c = first / C::kRank;
-    const long long at = place.q_at(min(c, place.last), first % C::kRank) + kColumns * piece;
+    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
     const bf16 *q = in.q + at, *k = in.k + at;
     unsigned row = shared_address(to);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-      for (int panel = 0; panel < 2; ++panel) {
-        copy_unit(row + panel * kPanel, q + panel * 8 * kColumns);
-        copy_unit(row + panel * kPanel + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + panel * 8 * kColumns);
-      }
+    for (int i = 0; i < 8; ++i) {
+      copy_unit(row, q);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
       row += 1024, c += kNext;
       if (c <= place.last) q += kStride, k += kStride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h, int panel) {
+  __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
     const long long bias = (place.param(h) * C::kRank + first % C::kRank) * C::kN;
-    load_bias<C>(in.q_bias + bias, panel * 8 + piece, q_bias[panel]);
-    load_bias<C>(in.k_bias + bias, panel * 8 + piece, k_bias[panel]);
+    load_bias<C>(in.q_bias + bias, unit, q_bias);
+    load_bias<C>(in.k_bias + bias, unit, k_bias);
   }
 
-  template <int Panel>
+  template <bool Turning>
   __device__ __forceinline__ void finish(const unsigned* turns) const {
     using Memory = ChunkMemory<C>;
-    constexpr bool kTurning = Panel * 8 < C::kPairs / 4;
-    const int unit = Panel * 8 + piece;
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
-    char* row = to + Panel * kPanel;
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    char* row = to;
     const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
     uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
     uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
-    if (kTurning && turned) turn = *reinterpret_cast<const uint4*>(turns);
+    if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < 8; ++i) {
       const uint4 own_q = q, own_k = k, own_turn = turn;
-      if (i + 1 < kEach) {  // the next row is on its way meanwhile
+      if (i < 7) {  // the next row is on its way meanwhile
         q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
-        if (kTurning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
       }
       float x[8], y[8];
       unpack8(own_q, x), unpack8(own_k, y);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] += q_bias[Panel][e], y[e] += k_bias[Panel][e];
-      if constexpr (kTurning) {
+      for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
+      if constexpr (Turning) {
         const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -481,7 +505,7 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     KeyRows<C> rows(memory, buffer);
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
     if (i < place.heads) {
-      rows.load_biases(in, place, h, 0);
+      rows.load_biases(in, place, h);
       if (warp == 3) weights.load(in, place, h);
       turning.load(in, place, h);
     }
@@ -499,10 +523,11 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
     }
     if (i < place.heads) {
       if (i + 2 < place.heads) want_head<C>(in, place, h + 2);
-      rows.load_biases(in, place, h, 1);
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      rows.template finish<0>(turns);
-      rows.template finish<1>(turns);
+      if (warp / 2 * 8 < C::kPairs / 4) {
+        rows.template finish<true>(turns);
+      } else {
+        rows.template finish<false>(turns);
+      }
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) barrier_arrive(memory.full(buffer));
@@ -550,42 +575,46 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float sums[32];
+  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
+              lane / (4 * C::kRank) * C::kRank * 8;
 #pragma unroll
-  for (int step = 0; step < 8; ++step) {
-    unsigned rows[4], words[4];  // [column][half of the rows]
-    if (2 * step < kTurned) {
-      load_tiles(rows, fragment_at(tile, step));
-      load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
-    }
+  for (int panel = 0; panel < 2; ++panel) {
+    float sums[16];
 #pragma unroll
-    for (int j = 2 * step; j < 2 * step + 2; ++j) {
-      float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
-      if (j < kTurned) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float x = own[2 * half], y = own[2 * half + 1];
-          const float2 was = unpack2(rows[j % 2 * 2 + half]);
-          const unsigned cs = words[j % 2 * 2 + half];
-          const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
-          turn[half * kTurned + j] = y * was.x - x * was.y;
-          own[2 * half] = x * cosine + y * sine;
-          own[2 * half + 1] = y * cosine - x * sine;
-        }
+    for (int step = 4 * panel; step < 4 * panel + 4; ++step) {
+      unsigned rows[4], words[4];  // [column][half of the rows]
+      if (2 * step < kTurned) {
+        load_tiles(rows, fragment_at(tile, step));
+        load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
       }
-      sums[2 * j] = own[0] + own[2];
-      sums[2 * j + 1] = own[1] + own[3];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
+      for (int j = 2 * step; j < 2 * step + 2; ++j) {
+        float own[4] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
+        if (j < kTurned) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float x = own[2 * half], y = own[2 * half + 1];
+            const float2 was = unpack2(rows[j % 2 * 2 + half]);
+            const unsigned cs = words[j % 2 * 2 + half];
+            const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
+            turn[half * kTurned + j] = y * was.x - x * was.y;
+            own[2 * half] = x * cosine + y * sine;
+            own[2 * half + 1] = y * cosine - x * sine;
+          }
+        }
+        sums[2 * j % 16] = own[0] + own[2];
+        sums[2 * j % 16 + 1] = own[1] + own[3];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
+      }
+    }
+    share_sums<16, 16, 4 * C::kRank>(sums);
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRank; i += 2) {
+      *reinterpret_cast<float2*>(to + 64 * panel + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
     }
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
-  share_sums<32, 16, 4 * C::kRank>(sums);
-  constexpr int kOwn = 4 * C::kRank;  // of the sums
-  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
-              lane / (4 * C::kRank) * (kOwn / 2) * 8;
-#pragma unroll
-  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
 }
 
 // Where a token and pair have their place in a table of all of them: four pairs are together, and rows of whole lines
@@ -600,6 +629,7 @@ __device__ __forceinline__ int turn_at(int token, int pair) {
 // pair pair + 4 * (i % kTurned).
 template <class C>
 struct OwnTurns {
+  using Memory = ChunkMemory<C>;
   static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
   int token, pair;
 
@@ -609,22 +639,28 @@ struct OwnTurns {
     token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
     pair = rank % kParts * kOwn * 4 + lane % 4;
   }
-  // To a table: see `turn_at`.
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int offset,
-                                        const float (&turn)[C::kPairs / 2]) const {
+  // To the table, or on top of what is there: see `turn_at`.
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, float (&turn)[C::kPairs / 2], bool more) const {
     if constexpr (C::kRank == 1) {
       const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
 #pragma unroll
       for (int i = 0; i < kTurned; i += 2) {
         const int next = i + 1 < kTurned ? i + 1 : i;
-        const unsigned words[4] = {__float_as_uint(turn[i]), __float_as_uint(turn[kTurned + i]),
-                                   __float_as_uint(turn[next]), __float_as_uint(turn[kTurned + next])};
-        store_tiles(memory.at(offset) + turn_at<C>(row, (i + lane / 16) * 4) * 4, words);
+        const unsigned at = memory.at(Memory::kPhases) + turn_at<C>(row, (i + lane / 16) * 4) * 4;
+        float sums[4] = {turn[i], turn[kTurned + i], turn[next], turn[kTurned + next]};
+        unsigned words[4] = {};
+        if (more) load_tiles(words, at);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(sums[e] + __uint_as_float(words[e]));
+        store_tiles(at, words);
       }
     } else {
-      float* table = reinterpret_cast<float*>(memory.base + offset);
+      float* table = reinterpret_cast<float*>(memory.base + Memory::kPhases);
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) table[turn_at<C>(token + later(i), pair + further(i))] = turn[i];
+      for (int i = 0; i < kOwn; ++i) {
+        float* to = table + turn_at<C>(token + later(i), pair + further(i));
+        *to = turn[i] + (more ? *to : 0.0f);
+      }
     }
   }
   // Tokens and pairs beyond the lane's first.
@@ -632,25 +668,19 @@ struct OwnTurns {
   static __device__ constexpr int further(int i) { return i % kTurned * 4; }
 };
 
-// What the phases of the i-th head get of both sides, once the key side has ended that head; a warp has its own tokens.
-// The query side is by then at the next head: its own part waits in its table.
+// What a head's phases get of both sides, from the table; a warp has its own tokens.
 template <class C>
 __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
+                                            const ChunkMemory<C>& memory, int h) {
   constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
-  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4), h = place.head + i;
-  const float *of_query = reinterpret_cast<const float*>(memory.base + Memory::kQueryTurns),
-              *of_key = reinterpret_cast<const float*>(memory.base + Memory::kKeyTurns);
-  barrier_wait(memory.phases_here(), i & 1);
+  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4);
+  const float* table = reinterpret_cast<const float*>(memory.base + ChunkMemory<C>::kPhases);
 #pragma unroll
   for (int j = 0; j < (kOfWarp + 31) / 32; ++j) {
     const int unit = lane + 32 * j;
     if (kOfWarp % 32 && unit >= kOfWarp) continue;
-    const int c = first + unit / kUnits, pair = unit % kUnits * 4, at = turn_at<C>(c, pair);
-    float4 sum = *reinterpret_cast<const float4*>(of_query + at);
-    const float4 other = *reinterpret_cast<const float4*>(of_key + at);
-    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    const int c = first + unit / kUnits, pair = unit % kUnits * 4;
+    float4 sum = *reinterpret_cast<const float4*>(table + turn_at<C>(c, pair));
     if (C::kFinal && place.t0 + c == in.seq - 1) {
       const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
       sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
@@ -741,51 +771,24 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
   if (RowDots::here()) to[row] = dots.first(), to[row + 8] = dots.second();
 }
 
-// Eight values of each lane, [column of accumulators][half of the rows][2], summed over the ranks, to rows of tokens.
-// to: at the token of the lane's first row and its first column; rest: tokens after that one that there are.
-template <class C>
-__device__ __forceinline__ void store_folded(bf16* to, float (&x)[8], int rest) {
-  share_sums<8, 2 * C::kRank, 4>(x);
-  constexpr int kOwn = 8 / C::kRank;
-  const int rank = threadIdx.x % 32 / 4 % C::kRank;
-#pragma unroll
-  for (int i = 0; i < kOwn; i += 2) {
-    const int at = (rank * kOwn + i) / 2, later = at % 2 * 8 / C::kRank;
-    if (later <= rest) {
-      *reinterpret_cast<unsigned*>(to + (long long)later * C::kHeads * C::kP + at / 2 * 8) =
-          Pairs16::of(x[i], x[i + 1]);
-    }
-  }
-}
-
-// Sixteen values of each lane, [column of accumulators][2], summed over tokens, to [rank][p].
-template <class C>
-__device__ __forceinline__ void store_rank_sums(float* to, float (&x)[16]) {
-  share_sums<16, 16, 4 * C::kRank>(x);
-  constexpr int kOwn = 2 * C::kRank;
-  const int lane = threadIdx.x % 32;
-  to += (threadIdx.x / 32 % 4 * C::kRank + lane / 4 % C::kRank) * ChunkMemory<C>::kWidePitch + lane % 4 * 2 +
-        lane / (4 * C::kRank) * (kOwn / 2) * 8;
-#pragma unroll
-  for (int i = 0; i < kOwn; i += 2) *reinterpret_cast<float2*>(to + i / 2 * 8) = make_float2(x[i], x[i + 1]);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side.
 
-// M and dM from QK' and dO V', and the sums of their elements.
+// M and dM from QK' and dO V' in half of the columns, and the sums of their elements.
 template <class C>
-__device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const ChunkMemory<C>& memory, int buffer) {
+__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2],
+                                      const ChunkMemory<C>& memory, int buffer, int part) {
   constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4, first = 32 * part;
   const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
   const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
-  const int token = row / C::kRank - lane % 4 * 2 / C::kRank;  // that of the row, less the offset of the columns'
-  float along[2] = {}, same[2] = {}, down[16] = {};
+  // That of the row, less the offset of the columns'.
+  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank;
+  float down[8] = {};
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 a_j = *reinterpret_cast<const float2*>(decay + 8 * j + lane % 4 * 2),
-                 f_j = *reinterpret_cast<const float2*>(f + 8 * j + lane % 4 * 2);
+  for (int j = 0; j < 4; ++j) {
+    const float2 a_j = *reinterpret_cast<const float2*>(decay + first + 8 * j + lane % 4 * 2),
+                 f_j = *reinterpret_cast<const float2*>(f + first + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float decayed, diagonal;
@@ -806,178 +809,179 @@ __device__ __forceinline__ void weigh(float (&qk)[32], float (&ov)[32], const Ch
       }
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
-    if (lane % 4 == 0) {
-      memory.sums(buffer, kAlong)[row + 8 * half] = sum;
-      memory.sums(buffer, kSame)[row + 8 * half] = sum_same;
-    }
-  }
-  share_sums<16, 16, 4>(down);
-  *reinterpret_cast<float2*>(memory.sums(buffer, kDown) + warp * C::kRows + lane / 4 * 8 + lane % 4 * 2) =
-      make_float2(down[0], down[1]);
+  share_sums<8, 16, 4>(down);
+  memory.sums(buffer, kDown)[warp * C::kRows + first + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = down[0];
 }
 
-// What depends on the output o.
+// Half of the columns of 64 rows, rounded, into a panel.
+__device__ __forceinline__ void store_half(unsigned panel, const float (&d)[16], int part) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float* x = d + 8 * i;
+    const unsigned words[4] = {Pairs16::of(x[0], x[1]), Pairs16::of(x[2], x[3]), Pairs16::of(x[4], x[5]),
+                               Pairs16::of(x[6], x[7])};
+    store_tiles(panel + swizzled(row, 4 * part + 2 * i + lane / 16), words);
+  }
+}
+
+// The gate's gradient from the output o: in the place of slopes, which no one else reads, then out in whole rows.
 template <class C>
-__device__ __forceinline__ void output_gradients(const float (&o)[32], const ChunkArrays& in,
-                                                 const ChunkPlace<C>& place, const ChunkMemory<C>& memory, int h,
-                                                 int buffer) {
-  using Memory = ChunkMemory<C>;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-  const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  constexpr int kPitch = Memory::kWidePitch * 2, kKind = C::kTokens * kPitch;
-  const unsigned raw = memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kRaw);
-  const float* weights =
-      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
-  bf16* d_z = in.d_z + place.token_head(c, h, C::kP) + lane_column;
-  float d_fold[16], d_spread[16];
+__device__ __forceinline__ void gate_gradients(const float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                               const ChunkMemory<C>& memory, int h, int buffer) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 8;
+  const int slopes = buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kSlope;
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    const unsigned own = table_fragment_at<C>(raw, kPitch, step);
-    unsigned raw_ups[4], raw_gates[4] = {};  // [column][half of the rows]
-    load_tiles(raw_ups, own);
-    if constexpr (C::kGate) load_tiles(raw_gates, own + kKind);
-    float d_gate[8];
+    const unsigned own = fragment_at(memory.at(slopes), step);
+    unsigned words[4];  // [column][half of the rows]
+    load_tiles(words, own);
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const int j = 2 * step + column;
-      float fold[2] = {1.0f, 1.0f}, spread[2] = {1.0f, 1.0f};
-      if constexpr (C::kWeighted) {
-        const float2 o = *reinterpret_cast<const float2*>(weights + C::kRank * Memory::kWidePitch + 8 * j),
-                     z = *reinterpret_cast<const float2*>(weights + 2 * C::kRank * Memory::kWidePitch + 8 * j);
-        fold[0] = o.x, fold[1] = o.y, spread[0] = z.x, spread[1] = z.y;
-      }
-      float sum_fold[2] = {}, sum_spread[2] = {};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 ups = unpack2(raw_ups[2 * column + half]), gates = unpack2(raw_gates[2 * column + half]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float up = (e ? ups.y : ups.x) * o[4 * j + 2 * half + e];
-          if constexpr (C::kGate) {
-            const float z = e ? gates.y : gates.x, half_gate = z * (0.5f * spread[e]), tanh_gate = tanh_fast(half_gate);
-            const float silu = half_gate + half_gate * tanh_gate, on = 0.5f + 0.5f * tanh_gate, seen = up * on;
-            const float dx = seen + seen * (half_gate - half_gate * tanh_gate);  // of the gate, but for the fold
-            sum_fold[e] += up * silu;
-            sum_spread[e] += dx * z;
-            d_gate[4 * column + 2 * half + e] = dx * (fold[e] * spread[e]);
-          } else {
-            sum_fold[e] += up;
-          }
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) d_fold[2 * j + e] = sum_fold[e], d_spread[2 * j + e] = sum_spread[e] * fold[e];
+    for (int i = 0; i < 4; ++i) {
+      const float2 slope = unpack2(words[i]);
+      words[i] = Pairs16::of(o[8 * step + 2 * i] * slope.x, o[8 * step + 2 * i + 1] * slope.y);
     }
-    if constexpr (C::kGate && C::kRank == 1) {  // in the place of z, which no one else reads
-      const unsigned words[4] = {Pairs16::of(d_gate[0], d_gate[1]), Pairs16::of(d_gate[2], d_gate[3]),
-                                 Pairs16::of(d_gate[4], d_gate[5]), Pairs16::of(d_gate[6], d_gate[7])};
-      store_tiles(own + kKind, words);
-    } else if constexpr (C::kGate) {
-      store_folded<C>(d_z + step * 16, d_gate, place.last - c);
-    }
+    store_tiles(own, words);
   }
-  if constexpr (C::kGate && C::kRank == 1) {  // then out in whole rows
-    __syncwarp();
-    const int first = row - lane / 4 + lane / 8, piece = lane % 8 * 8;
-    const bf16* rows = memory.template table<bf16>(buffer, Memory::kRaw) + kKind / 2 + piece;
+  __syncwarp();
 #pragma unroll
-    for (int t = first; t < first + 16; t += 4) {
-      const uint4 words = *reinterpret_cast<const uint4*>(rows + t * Memory::kWidePitch);
-      if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + piece) = words;
-    }
-  }
-  if constexpr (C::kWeighted) {
-    float* folds = reinterpret_cast<float*>(memory.base + Memory::kFolds);
-    store_rank_sums<C>(folds + 4 * C::kRank * Memory::kWidePitch, d_fold);
-    store_rank_sums<C>(folds + 8 * C::kRank * Memory::kWidePitch, d_spread);
+  for (int t = first; t < first + 16; t += 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(memory.base + slopes + swizzled(t, lane % 8));
+    if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + lane % 8 * 8) = words;
   }
 }
 
+// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in a quarter of the rows of 64.
+// Neighbouring lanes have the other ranks.
 template <class C>
-__device__ __forceinline__ void query_side(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                           const ChunkMemory<C>& memory) {
-  using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam;
-  const unsigned state = memory.at(Memory::kState), m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
-  const auto ask = [&](int h) {
-    barrier_expect(memory.state_here(), 2 * kPanel);
-    copy_line_in(memory.at(Memory::kState), in.states + place.state(h), 2 * kPanel, memory.state_here());
-    if (h + 1 < place.head + place.heads) want(in.states + place.state(h + 1), 2 * kPanel);
-  };
-  if (thread == 0 && place.heads > 0) ask(place.head);
-  float group[64] = {};
-#pragma unroll 1
-  for (int i = 0; i < place.heads; ++i) {
-    const int buffer = i % 2, h = place.head + i;
-    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
-                   v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
-    const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
-    barrier_wait(memory.full(buffer), i / 2 & 1);
-    {
-      float qk[32], ov[32];
-      wgmma_fence();
-      multiply_tiles<64, 8, false, false>(qk, q, k, false);
-      multiply_tiles<64, 4, false, false>(ov, adjoint, v, false);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(qk), pin(ov);
-      weigh<C>(qk, ov, memory, buffer);
-      if (i > 0) {
-        barrier_wait(memory.products_free(), (i - 1) & 1);
-        // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
-        if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
-      }
-      store_panel(m, qk);
-      store_panel(adjoint_m, ov);
-    }
-    if constexpr (C::kSkip) {  // on the diagonal of M
-      __syncwarp();
-      if (thread % 32 < 16) {
-        const int row = thread / 32 * 16 + thread % 32;
-        bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
-        *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
-      }
-    }
-    fence_async_proxy();
-    named_barrier(2, kTeam);
-    if (thread == 0) barrier_arrive(memory.products_here());
-    barrier_wait(memory.state_here(), i & 1);
-    float d[64];
-    wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, adjoint, state, false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(d);
-    if (thread % 32 == 0) barrier_arrive(memory.state_free());
-    scale_rows(d, memory.rows(buffer, kIn));
-    wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(d);
-    float turn[C::kPairs / 2];
-    turn_back<C>(d, group, turn, q, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
-                 reinterpret_cast<float*>(memory.base + Memory::kBias));
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
-    if (i > 0) store_turns<C>(in, place, memory, i - 1);
-    named_barrier(2, kTeam);
-    OwnTurns<C>().store(memory, Memory::kQueryTurns, turn);
-    named_barrier(2, kTeam);
-    if (thread % 32 == 0) barrier_arrive(memory.phases_free());
-    if (thread == 0 && i + 1 < place.heads) {
-      barrier_wait(memory.state_free(), i & 1);
-      ask(h + 1);
-    }
-    sum_of_warps<C, C::kN, Memory::kBiasPitch>(reinterpret_cast<const float*>(memory.base + Memory::kBias),
-                                               place.record(in, h) + C::kQBiasAt);
-    __syncwarp();
+struct RankColumns {
+  static constexpr int kEach = 16;  // tokens
+  int rank, first, column;
+
+  __device__ __forceinline__ RankColumns() {
+    const int thread = thread_anew();
+    rank = thread % C::kRank, first = thread % 4 / C::kRank * kEach, column = thread / 4 * 2;
   }
-  if (place.heads > 0) store_turns<C>(in, place, memory, place.heads - 1);
-  store_group<C>(in, place, in.d_q, in.q_sums, group);
+  __device__ __forceinline__ float2 of_tile(const char* tile, int token) const {
+    const int row = token * C::kRank + rank;
+    return unpack2(*reinterpret_cast<const unsigned*>(tile + swizzled(row, column / 8) + column % 8 * 2));
+  }
+  __device__ __forceinline__ float2 of_tokens(const bf16* table, int token) const {
+    return unpack2(*reinterpret_cast<const unsigned*>(table + token * ChunkMemory<C>::kWidePitch + column));
+  }
+  __device__ __forceinline__ float2 weights(const float* of_ranks) const {
+    return *reinterpret_cast<const float2*>(of_ranks + rank * ChunkMemory<C>::kWidePitch + column);
+  }
+  // Sums over the ranks.
+  __device__ __forceinline__ float2 folded(float2 x) const {
+#pragma unroll
+    for (int offset = 1; offset < C::kRank; offset *= 2) {
+      x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
+    }
+    return x;
+  }
+  // Sums over the tokens, to a record [rank][column].
+  __device__ __forceinline__ void store(bf16* record, float2 x) const {
+#pragma unroll
+    for (int offset = C::kRank; offset < 4; offset *= 2) {
+      x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
+    }
+    if (first == 0) *reinterpret_cast<unsigned*>(record + rank * C::kP + column) = Pairs16::of(x.x, x.y);
+  }
+};
+
+// What depends on the output o, a tile of all ranks.
+template <class C>
+__device__ __forceinline__ void output_gradients(const char* o, const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                 const ChunkMemory<C>& memory, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  constexpr int kKind = C::kTokens * Memory::kWidePitch, kWeight = C::kRank * Memory::kWidePitch;
+  const RankColumns<C> own;
+  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw);
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights);
+  const float2 fold = own.weights(weights + kWeight);
+  float2 spread = make_float2(1.0f, 1.0f);
+  if constexpr (C::kGate) spread = own.weights(weights + 2 * kWeight);
+  float2 d_fold = make_float2(0.0f, 0.0f), d_spread = d_fold;
+  bf16* d_z = in.d_z + place.token_head(own.first, h, C::kP) + own.column;
+#pragma unroll 8
+  for (int i = 0; i < own.kEach; ++i) {
+    const int c = own.first + i;
+    const float2 out = own.of_tile(o, c), dy = own.of_tokens(raw, c);
+    const float up[2] = {dy.x * out.x, dy.y * out.y};
+    if constexpr (C::kGate) {
+      const float2 both = own.of_tokens(raw + kKind, c);
+      const float z[2] = {both.x, both.y}, of_gate[2] = {spread.x, spread.y};
+      float silu[2], dx[2];  // dx: of the gate, but for the fold
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float half_gate = z[e] * (0.5f * of_gate[e]), tanh_gate = tanh_fast(half_gate);
+        const float seen = up[e] * (0.5f + 0.5f * tanh_gate);
+        silu[e] = half_gate + half_gate * tanh_gate;
+        dx[e] = seen + seen * (half_gate - half_gate * tanh_gate);
+      }
+      d_fold.x += up[0] * silu[0], d_fold.y += up[1] * silu[1];
+      d_spread.x += dx[0] * z[0], d_spread.y += dx[1] * z[1];
+      const float2 sum = own.folded(make_float2(dx[0] * (fold.x * spread.x), dx[1] * (fold.y * spread.y)));
+      if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_z) = Pairs16::of(sum.x, sum.y);
+      d_z += C::kHeads * C::kP;
+    } else {
+      d_fold.x += up[0], d_fold.y += up[1];
+    }
+  }
+  bf16* record = place.record(in, h);
+  own.store(record + C::kMimoOAt, d_fold);
+  own.store(record + C::kMimoZAt, make_float2(d_spread.x * fold.x, d_spread.y * fold.y));
+}
+
+// M and dM of the i-th head, to where both sides and the output read them.
+template <class C>
+__device__ __forceinline__ void make_products(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                              const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, buffer = i % 2, h = place.head + i;
+  const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
+                 v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
+  const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
+  const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
+  float along[2] = {}, same[2] = {};
+  // By the same instructions twice: those of all roles are more than the cache of them holds.
+#pragma unroll 1
+  for (int part = 0; part < 2; ++part) {
+    const unsigned further = part * (kPanel / 2);
+    float qk[16], ov[16];
+    wgmma_fence();
+    multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
+    multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(qk), pin(ov);
+    weigh<C>(qk, ov, along, same, memory, buffer, part);
+    if (part == 0 && i > 0) {
+      barrier_wait(memory.products_free(), (i - 1) & 1);
+      // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
+      if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
+    }
+    store_half(m, qk, part);
+    store_half(adjoint_m, ov, part);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
+    if (thread % 4 == 0) memory.sums(buffer, kAlong)[row] = sum, memory.sums(buffer, kSame)[row] = sum_same;
+  }
+  if constexpr (C::kSkip) {  // on the diagonal of M
+    __syncwarp();
+    if (thread % 32 < 16) {
+      const int row = thread / 32 * 16 + thread % 32;
+      bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
+      *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
+    }
+  }
+  fence_async_proxy();
+  named_barrier(2, kTeam);
+  if (thread == 0) barrier_arrive(memory.products_here());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1014,75 +1018,151 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
       wgmma_wait<0>();
       pin(o);
       if (thread % 32 == 0) barrier_arrive(memory.outputs_done());
-      output_gradients<C>(o, in, place, memory, h, buffer);
+      if constexpr (Memory::kSlopes) {
+        gate_gradients<C>(o, in, place, memory, h, buffer);
+      } else {
+        store_panel(memory.at(Memory::kOutputs), o);
+        named_barrier(4, kTeam);
+        output_gradients<C>(memory.base + Memory::kOutputs, in, place, memory, h, buffer);
+      }
     }
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
     named_barrier(4, kTeam);
-    if constexpr (C::kWeighted) {
-      bf16* record = place.record(in, h);
-      const float* folds = reinterpret_cast<const float*>(memory.base + Memory::kFolds);
-      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 4 * C::kRank * Memory::kWidePitch, record + C::kMimoOAt);
-      sum_of_warps<C, C::kP, Memory::kWidePitch>(folds + 8 * C::kRank * Memory::kWidePitch, record + C::kMimoZAt);
-      named_barrier(4, kTeam);
-    }
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The key side.
 
-// d: dV.
+// From dV, where there are no weights of ranks.
 template <class C>
 __device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                const ChunkMemory<C>& memory, int h, int buffer) {
-  using Memory = ChunkMemory<C>;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-  const int c = row / C::kRank, lane_column = lane % 4 * 2;
-  const bf16* raw =
-      memory.template table<bf16>(buffer, Memory::kRaw) + (2 * C::kTokens + c) * Memory::kWidePitch + lane_column;
-  const float* weights =
-      memory.template table<float>(buffer, Memory::kWeights) + rank * Memory::kWidePitch + lane_column;
-  bf16* d_v = in.d_v + place.token_head(c, h, C::kP) + lane_column;
-  float d_spread[16], d_value[8];
+                                                int h) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
+  bf16* d_v = in.d_v + place.token_head(row, h, C::kP) + column;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    float2 spread = make_float2(1.0f, 1.0f), sum = make_float2(0.0f, 0.0f);
-    if constexpr (C::kWeighted) spread = *reinterpret_cast<const float2*>(weights + 8 * j);
+  for (int half = 0; half < 2; ++half) {
+    const int c = row + 8 * half;
+    if (c > place.last) continue;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 dx = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-      if constexpr (C::kWeighted) {
-        const float2 v =
-            unpack2(*reinterpret_cast<const unsigned*>(raw + half * 8 / C::kRank * Memory::kWidePitch + 8 * j));
-        sum.x += dx.x * v.x, sum.y += dx.y * v.y;
-      }
-      float2 own = make_float2(dx.x * spread.x, dx.y * spread.y);
-      if (C::kFinal && rank == 0 && place.t0 + c + half * 8 / C::kRank == in.seq - 1) {
-        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + lane_column;
+    for (int j = 0; j < 8; ++j) {
+      float2 own = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      if (C::kFinal && place.t0 + c == in.seq - 1) {
+        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + column;
         own.x += from[0], own.y += from[1];
       }
-      d_value[j % 2 * 4 + 2 * half] = own.x, d_value[j % 2 * 4 + 2 * half + 1] = own.y;
+      *reinterpret_cast<unsigned*>(d_v + half * 8 * C::kHeads * C::kP + 8 * j) = Pairs16::of(own.x, own.y);
     }
-    d_spread[2 * j] = sum.x, d_spread[2 * j + 1] = sum.y;
-    if (j % 2) store_folded<C>(d_v + (j - 1) * 8, d_value, place.last - c);
   }
-  if constexpr (C::kWeighted) store_rank_sums<C>(reinterpret_cast<float*>(memory.base + Memory::kFolds), d_spread);
 }
 
+// From dV, a tile of all ranks.
 template <class C>
-__device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                         const ChunkMemory<C>& memory) {
+__device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                     const ChunkMemory<C>& memory, int h, int buffer) {
   using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const RankColumns<C> own;
+  const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
+  const float2 spread = own.weights(memory.template table<float>(buffer, Memory::kWeights));
+  float2 d_spread = make_float2(0.0f, 0.0f);
+  bf16* d_v = in.d_v + place.token_head(own.first, h, C::kP) + own.column;
+#pragma unroll 8
+  for (int i = 0; i < own.kEach; ++i) {
+    const int c = own.first + i;
+    const float2 dx = own.of_tile(d, c), v = own.of_tokens(values, c);
+    d_spread.x += dx.x * v.x, d_spread.y += dx.y * v.y;
+    float2 sum = own.folded(make_float2(dx.x * spread.x, dx.y * spread.y));
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + own.column;
+      sum.x += from[0], sum.y += from[1];
+    }
+    if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_v) = Pairs16::of(sum.x, sum.y);
+    d_v += C::kHeads * C::kP;
+  }
+  own.store(place.record(in, h) + C::kMimoVAt, d_spread);
+}
+
+// dV of the i-th head, and what values and their weights get of it.
+template <class C>
+__device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, lane = thread % 32, buffer = i % 2, h = place.head + i;
   const unsigned adjoint_state = memory.at(Memory::kStateAdjoint), m = memory.at(Memory::kM),
+                 k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
+                 adjoint = k + Memory::kAdjoint - Memory::kK;
+  barrier_wait(memory.adjoint_here(), i & 1);
+  {
+    float dv[32];
+    wgmma_fence();
+    multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
+    wgmma_commit();
+    barrier_wait(memory.state_here(), i & 1);
+    const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
+    const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
+    fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(memory.state_free());
+      memory.sums(buffer, kCarried)[thread / 32] = carried;
+      memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
+    }
+    wgmma_wait<0>();
+    pin(dv);
+    store_dots(dv, v, memory.sums(buffer, kWritten));
+    scale_rows(dv, memory.rows(buffer, kOut));
+    barrier_wait(memory.products_here(), i & 1);
+    wgmma_fence();
+    multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dv);
+    if constexpr (C::kWeighted) {
+      store_panel(memory.at(Memory::kValueOut), dv);
+      named_barrier(3, kTeam);
+      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer);
+    } else {
+      value_gradients<C>(dv, in, place, h);
+    }
+  }
+}
+
+// The gradient of the last token's keys as part of the final state.
+template <class C>
+__device__ __forceinline__ void add_final_key(float (&d)[64], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                              int h) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (place.t0 + (row + 8 * half) / C::kRank != in.seq - 1) continue;
+    const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + row % C::kRank) * C::kN;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      d[4 * j + 2 * half] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2)];
+      d[4 * j + 2 * half + 1] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2 + 1)];
+    }
+  }
+}
+
+// Either side: what is its own, then, by one program for both, dQ or dK and all that depends on it.
+template <class C>
+__device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                             const ChunkMemory<C>& memory, bool query) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam, lane = thread % 32;
+  const int team = query ? 2 : 3;  // its barrier
+  const unsigned state = memory.at(query ? Memory::kState : Memory::kStateAdjoint),
+                 state_here = query ? memory.state_here() : memory.adjoint_here(),
                  adjoint_m = memory.at(Memory::kAdjointM);
+  float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
+  const bf16* states = query ? in.states : in.adjoints;
   const auto ask = [&](int h) {
-    barrier_expect(memory.adjoint_here(), 2 * kPanel);
-    copy_line_in(adjoint_state, in.adjoints + place.state(h), 2 * kPanel, memory.adjoint_here());
-    if (h + 1 < place.head + place.heads) want(in.adjoints + place.state(h + 1), 2 * kPanel);
+    barrier_expect(state_here, 2 * kPanel);
+    copy_line_in(state, states + place.state(h), 2 * kPanel, state_here);
+    if (h + 1 < place.head + place.heads) want(states + place.state(h + 1), 2 * kPanel);
   };
-  if (thread == 0) ask(place.head);
+  if (thread == 0 && place.heads > 0) ask(place.head);
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -1090,80 +1170,65 @@ __device__ __forceinline__ void key_side(const ChunkArrays& in, const ChunkPlace
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     barrier_wait(memory.full(buffer), i / 2 & 1);
-    barrier_wait(memory.adjoint_here(), i & 1);
-    {
-      float dv[32];
-      wgmma_fence();
-      multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
-      wgmma_commit();
-      barrier_wait(memory.state_here(), i & 1);
-      const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
-      const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
-      fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(memory.state_free());
-        memory.sums(buffer, kCarried)[thread / 32] = carried;
-        memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
-      }
-      wgmma_wait<0>();
-      pin(dv);
-      store_dots(dv, v, memory.sums(buffer, kWritten));
-      scale_rows(dv, memory.rows(buffer, kOut));
-      barrier_wait(memory.products_here(), i & 1);
-      wgmma_fence();
-      multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(dv);
-      value_gradients<C>(dv, in, place, memory, h, buffer);
+    if (query) {
+      make_products<C>(in, place, memory, i);
+    } else {
+      make_values<C>(in, place, memory, i);
     }
+    barrier_wait(state_here, i & 1);
     float d[64];
     wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, v, adjoint_state, false);
+    multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    fence_async_proxy();  // likewise of the adjoint
-    named_barrier(3, kTeam);
-    if (thread == 0 && i + 1 < place.heads) ask(h + 1);
-    scale_rows(d, memory.rows(buffer, kOut));
+    if (query) {
+      if (lane == 0) barrier_arrive(memory.state_free());
+    } else {
+      fence_async_proxy();  // what was read of the adjoint, ahead of the copy that replaces it
+      named_barrier(3, kTeam);
+      if (thread == 0 && i + 1 < place.heads) ask(h + 1);
+      __syncwarp();
+    }
+    scale_rows(d, memory.rows(buffer, query ? kIn : kOut));
     wgmma_fence();
-    multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
+    if (query) {
+      multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
+    } else {
+      multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
+    }
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    if (lane == 0) barrier_arrive(memory.products_free());
-    if constexpr (C::kFinal) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (place.t0 + (row + 8 * half) / C::kRank != in.seq - 1) continue;
-        const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + row % C::kRank) * C::kN;
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          d[4 * j + 2 * half] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2)];
-          d[4 * j + 2 * half + 1] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2 + 1)];
-        }
-      }
+    if (!query) {
+      if (lane == 0) barrier_arrive(memory.products_free());
+      if constexpr (C::kFinal) add_final_key<C>(d, in, place, h);
     }
     float turn[C::kPairs / 2];
-    float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + 4 * C::kRank * Memory::kBiasPitch;
-    turn_back<C>(d, group, turn, k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns), bias);
+    turn_back<C>(d, group, turn, query ? q : k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
+                 bias);
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.empty(buffer));
-    barrier_wait(memory.phases_free(), i & 1);
-    OwnTurns<C>().store(memory, Memory::kKeyTurns, turn);
-    named_barrier(3, kTeam);
-    if (lane == 0) barrier_arrive(memory.phases_here());
-    bf16* record = place.record(in, h);
-    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + C::kKBiasAt);
-    if constexpr (C::kWeighted) {
-      sum_of_warps<C, C::kP, Memory::kWidePitch>(reinterpret_cast<const float*>(memory.base + Memory::kFolds),
-                                                 record + C::kMimoVAt);
+    if (query) {
+      if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
+    } else {
+      barrier_wait(memory.phases_here(), i & 1);
     }
-    if constexpr (C::kWeighted) named_barrier(3, kTeam);  // ahead of the next head's sums over ranks
+    OwnTurns<C>().store(memory, turn, !query);
+    __syncwarp();
+    if (!query) store_turns<C>(in, place, memory, h);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(query ? memory.phases_here() : memory.phases_free());
+    named_barrier(team, kTeam);  // sums of biases are those of all warps
+    bf16* record = place.record(in, h);
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + (query ? C::kQBiasAt : C::kKBiasAt));
+    if (query && thread == 0 && i + 1 < place.heads) {
+      barrier_wait(memory.state_free(), i & 1);
+      ask(h + 1);
+    }
+    __syncwarp();
   }
-  store_group<C>(in, place, in.d_k, in.k_sums, group);
+  store_group<C>(in, place, query ? in.d_q : in.d_k, query ? in.q_sums : in.k_sums, group);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1203,17 +1268,14 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   wait_for_earlier_kernels();
   __syncthreads();
   const int team = uniform(threadIdx.x / kTeam);
-  if (team == 0) {
+  if (team < 2) {
     take_registers<176>();
-    query_side<C>(in, ChunkPlace<C>(in), memory);
-  } else if (team == 1) {
-    take_registers<160>();
-    key_side<C>(in, ChunkPlace<C>(in), memory);
+    product_side<C>(in, ChunkPlace<C>(in), memory, team == 0);
   } else if (team == 2) {
-    give_registers<88>();
+    give_registers<80>();
     output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
-    give_registers<88>();
+    give_registers<80>();
     prepare_heads<C>(in, ChunkPlace<C>(in), memory);
   }
 }
