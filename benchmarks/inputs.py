@@ -93,7 +93,7 @@ def main_state(case: Case, state: Any) -> Any:
 def checked(case: Case) -> Arrays:
     """The pieces along axis 0 and the parameters that are compared with float64; a seed per case name."""
     size = pieces(case)
-    of_pieces = replace(case, batch=len(size), seq=size[0].stop - size[0].start)
+    of_pieces = replace(case, batch=len(size), seq=size[0].stop - size[0].start, sequences=1, packing="")
     return mamba3.checked(of_pieces) if case.rank else _checked(of_pieces)
 
 

@@ -85,7 +85,8 @@ def compute(case: Case, passes: tuple[str, ...]) -> dict[str, np.ndarray]:
         if "step" in passes or "decode" in passes:
             step = functools.partial(_mamba3_step, case) if case.rank else _step
             parts.append((step, (step_state(case, given), token(case, given))))
-        key = replace(case, name="", source="", batch=len(pieces(case)), seq=pieces(case)[0].stop, dtype="float32")
+        size = {"batch": len(pieces(case)), "seq": pieces(case)[0].stop, "sequences": 1, "packing": ""}
+        key = replace(case, name="", source="", dtype="float32", **size)
         compiled = _programs.get((key, passes))
         if compiled is None:  # cases that differ in their length only share one
             compiled = [jax.jit(function).lower(*arguments).compile() for function, arguments in parts]

@@ -58,6 +58,9 @@ class Size:
                 f"size {self.name!r}: sequences must divide seq and be 1 without packing, got {self.sequences}"
             )
 
+        if self.step and not self.rank:
+            raise ValueError(f"size {self.name!r}: step is for Mamba-3, whose steps take several tokens, got rank 0")
+
     @property
     def is_step(self) -> bool:
         return self.step or self.seq == 1

@@ -447,7 +447,10 @@ def test_other_boundaries_do_not_compile_again():
     assert scan._cache_size() == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("bounds", [(0, 7, 12, 15), (2, 7, 12, 40), (0, 12, 7, 19), (5, -3, 30, 0)])
+BEYOND_INT32 = np.array([0, 5, 2**31 + 5, 19], np.uint32)
+
+
+@pytest.mark.parametrize("bounds", [(0, 7, 12, 15), (2, 7, 12, 40), (0, 12, 7, 19), (5, -3, 30, 0), BEYOND_INT32])
 def test_traced_boundaries_that_are_not_sound(bounds, mamba3):
     """Nobody can refuse them; they are cut to what a sound call may have."""
     arrays = case(batch=1, initial=True, sequences=3)

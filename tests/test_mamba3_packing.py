@@ -152,11 +152,36 @@ def test_padding_is_not_read(implementation):
 @pytest.mark.parametrize("seq", [0, 5])
 def test_a_row_of_padding_passes_its_state_through(seq, implementation):
     arrays = case(seq=seq, initial=True)
-    y, state = jax_ssd.mamba3(
-        **arrays, segment_ids=np.full((2, seq), -1), return_final_state=True, implementation=implementation
-    )
+    arrays |= {n: np.full_like(arrays[n], np.nan) for n in TOKENS if arrays[n] is not None}
+
+    def run(start):
+        y, state = jax_ssd.mamba3(
+            **arrays | {"initial_state": start},
+            segment_ids=np.full((2, seq), -1),
+            return_final_state=True,
+            implementation=implementation,
+        )
+        return sum((a**2).sum() for a in state), (y, state)
+
+    start = arrays["initial_state"]
+    (_, (y, state)), gradients = jax.value_and_grad(run, has_aux=True)(jax.tree.map(jnp.asarray, start))
     assert not y.any()
-    assert state_error(state, arrays["initial_state"]) < 3e-7
+    assert state_error(state, start) < 3e-7
+    assert state_error(gradients, jax.tree.map(lambda a: 2 * a, state)) < 3e-7
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_has_no_norm_and_no_sign(implementation):
+    """Its output is zero, which cannot be normalized without an eps; its decay may be of any sign."""
+    arrays = {n: a for n, a in case().items() if a is not None}
+    arrays["adt"] = np.where(IDS[:, None] < 0, 3.0, arrays["adt"]).astype(np.float32)
+
+    def run(arrays):
+        y = jax_ssd.mamba3(**arrays, segment_ids=IDS, norm_eps=0.0, chunk_size=5, implementation=implementation)
+        return (y**2).sum()
+
+    assert np.isfinite(run(arrays))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(jax.grad(run)(arrays)))
 
 
 @pytest.mark.parametrize("axis", [None, 0])

@@ -165,6 +165,7 @@ def test_few_chunks_share_the_heads_of_a_group_among_blocks():
         ({"state": 64}, ["sm_90"]),
         ({"head_dim": 128}, ["sm_90"]),
         ({"pairs": 30}, ["sm_90"]),
+        ({"pairs": 12}, ["sm_90"]),  # of four ranks
         ({"chunk_size": 8}, ["sm_90"]),
         ({"dtype": "float32"}, ["sm_90"]),
         ({"batch": 1, "sequences": 2}, ["sm_90"]),

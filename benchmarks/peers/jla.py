@@ -22,6 +22,8 @@ class Jla(JaxPeer):
             return "has no decode kernel"
         if case.dtype == "float32":
             return "takes 16-bit inputs only"
+        if case.packing:
+            return "takes no packed sequences"
         if case.head_dim not in (64, 128) or case.state not in (64, 128):
             return f"needs head_dim and state of 64 or 128, got {case.head_dim} and {case.state}"
         return None

@@ -70,6 +70,10 @@ class MambaSsm(Peer):
             return "torch has no scan; see step"
         if case.rank == 1 and case.dtype != "bfloat16":
             return "casts its inputs to bfloat16"
+        if case.packing:
+            return "is given no packed sequences here"
+        if case.step:
+            return "takes one token a step"
         return None
 
     def variants(self, case: Case, pass_name: str) -> list[Variant]:

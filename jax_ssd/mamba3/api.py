@@ -220,11 +220,12 @@ def mamba3(
             f"{name}: segment_ids: expected None beside cu_seqlens, got an array; each of them says alone where packed "
             "sequences begin."
         )
-    _check(name, arrays, sizes, ("...", "seq"), "initial_state")
+    _check(name, arrays, sizes, ("...", "seq"), "initial_state", ids)
     canonical = _canonical(arrays, sizes, "initial_state", sequences=sizes.get("sequences", 1))
-    given = Operands(**canonical, cu_seqlens=bounds)
-    ids = None if ids is None else ids.reshape(given.v.shape[:2])
-    operands = given if ids is None else packing.separated(given, ids)
+    operands = Operands(**canonical, cu_seqlens=bounds)
+    if ids is not None:
+        ids = ids.reshape(operands.v.shape[:2])
+        operands = packing.separated(operands, ids)
     spec = _spec(
         name,
         operands,
@@ -235,6 +236,8 @@ def mamba3(
         precision=_precision(name, precision, v),
         implementation=dispatch.preferences(implementation),
     )
+    if ids is not None and packing.may_pad(ids):
+        spec = dataclasses.replace(spec, norm_eps=max(spec.norm_eps, packing.LEAST_NORM_EPS))
     operands = manual_axes.unified(operands)
     results: tuple[jax.Array, ...]
     if spec.implementation[0] == "reference":
@@ -251,7 +254,7 @@ def mamba3(
         return y
     end = reference.State(*results[1:])
     if ids is not None:
-        end = packing.final_state(given, ids, end, spec.rotary)
+        end = packing.final_state(operands, ids, end, spec.rotary)
     types = _state_types(v, initial_state)
     state = (a.reshape(*sizes["states"], *a.shape[2:]).astype(t) for a, t in zip(end, types, strict=True))
     state = _public(Mamba3State(*state), "mimo_v" in arrays)
@@ -555,16 +558,18 @@ def _boundaries(name: str, cu_seqlens, sizes: dict[str, Any]) -> jax.Array:
                 f"{values.tolist()}; pass np.cumsum of the lengths with a 0 before it."
             )
     sizes |= {"sequences": count - 1, "states": (*lead, count - 1)}
+    if values is None:  # in their own type, of which int32 might not hold all
+        bounds = jnp.clip(bounds, 0, min(seq, jnp.iinfo(bounds.dtype).max))
     bounds = bounds.astype(jnp.int32).reshape(math.prod(sizes["..."]), count)
     if values is None:  # nobody can say then whether they are sound: every implementation makes the same of them
-        inner = jax.lax.cummax(jnp.clip(bounds[:, 1:-1], 0, seq), axis=1)
+        inner = jax.lax.cummax(bounds[:, 1:-1], axis=1)
         first, last = jnp.zeros_like(bounds[:, :1]), jnp.full_like(bounds[:, :1], seq)
         bounds = jnp.concatenate([first, inner, last], axis=1)
     return bounds
 
 
-def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str) -> None:
-    """Shapes, types and signs of every array but segment_ids and cu_seqlens, from one table."""
+def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str, ids: jax.Array | None = None) -> None:
+    """Shapes, types and signs of every array but segment_ids (`ids`) and cu_seqlens, from one table."""
     rank = ("rank",) if "mimo_v" in arrays else ()
     schedule = ("...", "heads", *token_axes[1:])
     expected: dict[str, tuple[str, ...]] = {
@@ -589,7 +594,9 @@ def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str) ->
         shapes.require_shape(name, key, array, expected[key], sizes)
         if key in ("k", "v", "z"):
             shapes.require_dtype(name, key, array, (arrays["q"].dtype.name,), "the type of q")
-    adt = _concrete(arrays["adt"])
+    adt, labels = _concrete(arrays["adt"]), None if ids is None else _concrete(ids)
+    if adt is not None and ids is not None:  # what padding holds does not matter
+        adt = None if labels is None else np.where(labels[..., None, :] < 0, 0, adt)
     if adt is not None and (adt > 0).any():
         raise ValueError(
             f"{name}: adt: expected the log of a decay, at most 0, got values up to {adt.max():.6g}; "

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax_ssd import op, segments
 from jax_ssd.mamba3.reference import Operands, State, initial_state, last_key_and_value
 
+LEAST_NORM_EPS = 1e-20  # beside padding, whose output may be zero and is normalized too; its power of -3/2 is finite
+
 
 def may_pad(segment_ids: jax.Array) -> bool:
     """Whether there can be padding, as its type says: no unsigned id is negative."""

@@ -129,7 +129,7 @@ def serves_warpgroups(problem: Problem) -> bool:
         and "cu_seqlens" not in p.given
         and p.rank in WARPGROUP_RANKS
         and (p.state, p.head_dim) == (WARPGROUP_STATE, WARPGROUP_HEAD_DIM)
-        and p.pairs % 4 == 0
+        and p.pairs % (8 if p.rank == 4 else 4) == 0  # which lanes share evenly
         and not p.keeps_rank
         and "norm_weight" not in p.given
         and (p.chunk_size is None or p.chunk_size * p.rank >= ROWS)

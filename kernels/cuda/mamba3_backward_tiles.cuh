@@ -31,9 +31,9 @@ struct BackwardCall {
   static constexpr bool kHalf = Half, kSharedParams = SharedParams, kWeighted = Weighted, kGate = Gate, kSkip = Skip,
                         kState = State, kFinal = Final;
   static constexpr int kRows = 64, kN = 128, kP = 64, kTokens = kRows / Rank, kGroupHeads = Heads / Groups;
-  static_assert((Rank == 1 || Rank == 2 || Rank == 4) && Pairs % 4 == 0 && Pairs <= kN / 2);
+  static_assert((Rank == 1 || Rank == 2 || Rank == 4) && Pairs % (Rank == 4 ? 8 : 4) == 0 && Pairs <= kN / 2);
 
-  // A chunk's part of the parameters' gradients, of one head, as mamba3_backward.cu sums them up.
+  // A chunk's part of the parameters' gradients, of one head, as mamba3_backward_time.cu sums them up.
   static constexpr int kQBiasAt = 0, kKBiasAt = Rank * kN, kMimoVAt = 2 * Rank * kN, kMimoOAt = kMimoVAt + Rank * kP,
                        kMimoZAt = kMimoOAt + Rank * kP, kSkipAt = kMimoZAt + Rank * kP + kP, kRecord = kSkipAt + 4;
 

@@ -19,32 +19,32 @@ struct Runs {
   static constexpr long long kNext = C::kHeads * C::kPairs;                    // from a token's pairs to the next one's
 };
 
-template <typename T, int Columns>
+template <int Columns>
 struct alignas(16) SumsMemory {
-  T warps[kTimeWarps][Columns], blocks[2][kMostBlocks][Columns];
+  unsigned warps[kTimeWarps][Columns], blocks[2][kMostBlocks][Columns];
 };
 
 // Sums of a number of every column of every run, for the runs before each, and of them all. A thread
 // has the four columns that begin with 4 * (its lane in the run).
-template <typename T, int Lanes>
+template <int Lanes>
 struct ClusterSums {
-  SumsMemory<T, 4 * Lanes>& memory;
+  SumsMemory<4 * Lanes>& memory;
   int warp, block, blocks, round = 0;  // before the first round the block has arrived at the cluster's barrier
 
   struct alignas(16) Four {
-    T x[4];
+    unsigned x[4];
   };
 
   // To be called by all threads in every round.
-  __device__ __forceinline__ void sum(const T (&own)[4], T (&beyond)[4], T (&all)[4]) {
+  __device__ __forceinline__ void sum(const unsigned (&own)[4], unsigned (&beyond)[4], unsigned (&all)[4]) {
     const int lane = threadIdx.x % 32, column = lane % Lanes * 4;
-    T scan[4] = {own[0], own[1], own[2], own[3]};  // with those of the warp's runs before
+    unsigned scan[4] = {own[0], own[1], own[2], own[3]};  // with those of the warp's runs before
 #pragma unroll
     for (int offset = Lanes; offset < 32; offset *= 2) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const T other = __shfl_up_sync(0xffffffff, scan[e], offset);
-        scan[e] += lane >= offset ? other : T(0);
+        const unsigned other = __shfl_up_sync(0xffffffff, scan[e], offset);
+        scan[e] += lane >= offset ? other : 0;
       }
     }
     if (lane >= 32 - Lanes) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
                              const float* start, float* gamma, float* f, float* decay, float* phases, int batch,
                              int seq) {
   using R = Runs<C>;
-  using Memory = SumsMemory<unsigned, R::kColumns>;
+  using Memory = SumsMemory<R::kColumns>;
   __shared__ Memory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   const int pair = lane % R::kLanes * 4, run = warp * R::kOfWarp + lane / R::kLanes;
   const int tokens = R::kScheduleTokens, own = block * tokens;  // of the block, in each round
   const bool paired = pair < C::kPairs;
-  ClusterSums<unsigned, R::kLanes> sums{memory, warp, block, blocks};
+  ClusterSums<R::kLanes> sums{memory, warp, block, blocks};
 
   const auto phases_at = [&](int row, int t) {  // of four pairs
     return (((long long)(row / C::kHeads) * seq + t) * C::kHeads + row % C::kHeads) * C::kPairs;

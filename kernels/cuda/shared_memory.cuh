@@ -71,9 +71,6 @@ __device__ __forceinline__ void store_to_block(unsigned address, unsigned rank, 
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(there), "r"(v) : "memory");
 }
-__device__ __forceinline__ void store_to_block(unsigned address, unsigned rank, float v) {
-  store_to_block(address, rank, __float_as_uint(v));
-}
 
 // Makes this thread's writes to shared memory visible to wgmma and TMA, once a barrier has passed as well.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
