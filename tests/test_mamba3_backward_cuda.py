@@ -31,7 +31,18 @@ EMULATED = {
     "packed_siso_float32": {"seq": 150, "cu_seqlens": (0, 64, 65, 150), "heads": 2, "groups": 1},
     "norm_float32": {"heads": 1},
     "packed_model_tf32": {"seq": 70, "cu_seqlens": (0, 50, 70), "heads": 1, "groups": 1},
+    "model_pairs": {"heads": 1},
+    "siso_model_pairs": {"heads": 1},
+    "model_bare_pairs": {"heads": 1},
 }
+SLOW = (
+    "packed_siso_float32",
+    "norm_float32",
+    "packed_model_tf32",
+    "model_pairs",
+    "siso_model_pairs",
+    "model_bare_pairs",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +52,7 @@ def _emulated(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in EMULATED])
 def test_gradients_agree_with_float64(name):
     changes = {**CASES[name], "batch": 1, **EMULATED[name]}
     arrays, cotangents, options = arguments(**changes)
