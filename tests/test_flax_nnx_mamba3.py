@@ -308,5 +308,7 @@ def test_wrong_features_are_named():
     for call in (layer, layer.scan_operands, lambda x: layer.step(layer.initialize_carry((2, FEATURES)), x)):
         with pytest.raises(ValueError, match="in_features = 16"):
             call(jnp.zeros((2, 3, 8)))
+    with pytest.raises(ValueError, match=r"Mamba3: x: .*\(\.\.\., seq, in_features\)"):
+        layer(jnp.zeros(FEATURES), segment_ids=jnp.zeros(3, int))
     with pytest.raises(ValueError, match=r"\(\.\.\., 16\)"):
         layer.initialize_carry((2, 3))

@@ -107,6 +107,21 @@ def test_shapes_that_disagree(call, argument):
         check_refused(ValueError, words, function, arrays | {argument: jnp.ones(wrong)})
 
 
+def test_tokens_and_state_that_disagree_on_axes():
+    function, one = CALLS["mamba3_step"]
+    several = flat(dict(ALL), "state")
+    for arrays, words in (
+        (one | {"q": several["q"]}, ("mamba3_step: q: expected no seq axis, as v of ", str(several["q"].shape))),
+        (several | {"q": one["q"]}, ("mamba3_step: q: expected a seq axis, as v of ", str(one["q"].shape))),
+        (
+            several | {"state.v": several["state.v"][0]},
+            ("mamba3_step: v: expected (..., heads, head_dim) or, for several",),
+        ),
+        (one | {"state.v": jnp.ones(3)}, ("mamba3_step: state.v: expected",)),
+    ):
+        check_refused(ValueError, words, function, arrays)
+
+
 @pytest.mark.parametrize("argument", ["k", "z", "angles", "adt", "dt", "trap"])
 def test_a_step_of_as_many_tokens_as_v(argument):
     function, arrays = CALLS["mamba3_step"][0], flat(dict(ALL), "state")

@@ -288,11 +288,11 @@ def mamba3_step(
     The same recurrence as `mamba3`, whose final state it takes and whose options mean the same here.
 
     Where v has an axis more than the state's v, it is that of several tokens known at the same time, such as drafted
-    ones or a piece of a prompt. q, k, v, z, angles, adt, dt and trap have then the seq axis that `mamba3` gives them,
-    v [..., seq, heads, head_dim] and dt [..., heads, seq], and so has y. The state is the one after the last token;
-    where drafted tokens are refused, step again from the state before with the accepted ones. "cuda" reads and writes
-    the state once in such a call, and gives the bits that a call for each token gives. For tens of tokens `mamba3` with
-    an initial state is faster.
+    ones or a piece of a prompt; so the state must have the batch axes of its tokens. q, k, v, z, angles, adt, dt and
+    trap have then the seq axis that `mamba3` gives them, v [..., seq, heads, head_dim] and dt [..., heads, seq], and so
+    has y. The state is the one after the last token; where drafted tokens are refused, step again from the state before
+    with the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for
+    each token gives. For tens of tokens `mamba3` with an initial state is faster.
 
     Args:
       state: Mamba3State with the leading axes of v. angle should be float32, which "cuda" insists on; the new state
@@ -336,7 +336,7 @@ def mamba3_step(
         *(q, k, v, q_bias, k_bias, mimo_v, mimo_o, angles, adt, dt, trap, z, mimo_z, D, norm_weight),
     )
     v = arrays["v"]
-    several = v.ndim == arrays["state.v"].ndim + 1
+    several = _several(name, arrays)
     token_axes = ("...", "seq") if several else ("...",)
     shapes.require_rank(name, "v", v, 2 + several, f"({', '.join(token_axes)}, heads, head_dim)")
     sizes = _sizes(name, arrays, lead=v.shape[: -2 - several], seq=v.shape[-3] if several else None)
@@ -491,6 +491,25 @@ def _arrays(name: str, state_name: str, state, *arguments) -> dict[str, jax.Arra
             ) from cause
         given |= {f"{state_name}.{key}": value for key, value in pieces._asdict().items()}
     return {key: shapes.as_array(name, key, value) for key, value in given.items()}
+
+
+def _several(name: str, arrays: dict[str, jax.Array]) -> bool:
+    """Whether the arrays of a step have an axis of tokens: v has one axis more than the state's v then."""
+    shapes.require_rank(name, "state.v", arrays["state.v"], 2, "(..., heads, head_dim)")
+    lead = arrays["state.v"].ndim - 2
+    words = f"beside state.v of {arrays['state.v'].shape}"
+    axes = {"v": arrays["v"].ndim - 2 - lead, "q": arrays["q"].ndim - 2 - ("mimo_v" in arrays) - lead}
+    if axes["v"] not in (0, 1):
+        raise ValueError(
+            f"{name}: v: expected (..., heads, head_dim) or, for several tokens, (..., seq, heads, head_dim) {words}, "
+            f"got {arrays['v'].shape}; pass a state with the leading axes of v."
+        )
+    if sorted(axes.values()) == [0, 1]:
+        raise ValueError(
+            f"{name}: q: expected {'a' if axes['v'] else 'no'} seq axis, as v of {arrays['v'].shape} {words} has, got "
+            f"{arrays['q'].shape}; give every array of tokens that axis, or none."
+        )
+    return axes["v"] == 1
 
 
 def _sizes(name: str, arrays: dict[str, jax.Array], lead: tuple[int, ...], seq: int | None) -> dict[str, Any]:

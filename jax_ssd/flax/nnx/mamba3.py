@@ -230,7 +230,8 @@ class Mamba3(nnx.Module):
         Returns:
           ``[..., seq, in_features]``, or that and the carry.
         """
-        require_features(x, self.in_features)
+        x = require_features(x, self.in_features)
+        shapes.require_rank("Mamba3", "x", x, 2, "(..., seq, in_features)")
         if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
             sizes = {"...": x.shape[:-2], "seq": x.shape[-2]}
             segment_ids = shapes.labels("Mamba3", "segment_ids", segment_ids, ("...", "seq"), sizes)
