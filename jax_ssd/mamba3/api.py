@@ -154,7 +154,7 @@ def mamba3(
       mimo_z: [heads, rank, head_dim]: expansion of z. Given if z and mimo_v are, and only then.
       D: [heads], any float type; the skip. None: no skip.
       norm_weight: [heads, head_dim] or [heads * head_dim]: an RMS norm over head_dim before the gate. None: no norm.
-      norm_eps: inside the root, on the mean.
+      norm_eps: inside the root, on the mean. With segment_ids that may be padding, at least 1e-20.
       rotary: "pairwise": pair i is (2i, 2i + 1). "half": pair i is (i, i + state / 2).
       initial_state: Mamba3State with the leading axes of v, any float types. None: zeros. With cu_seqlens, those of
         cu_seqlens and then the sequences.
@@ -189,8 +189,8 @@ def mamba3(
       and, for its v, v's type.
 
     Raises:
-      ValueError: shapes disagree, an option is out of range, or an adt that is no tracer has positive entries. The
-        message names argument, expected, received, cure.
+      ValueError: shapes disagree, an option is out of range, or an adt that is no tracer has positive entries (at
+        padding it may). The message names argument, expected, received, cure.
       TypeError: a type is not among those listed.
       NotImplementedError: the implementation asked for cannot serve this call, with the reason.
 
