@@ -298,6 +298,7 @@ class _Builder:
         self.scratch = (
             *(Buffer(name, shape, "float32") for name, shape in floats.items()),
             *(Buffer(name, shape, p.dtype) for name, shape in values.items()),
+            *([Buffer("phases", (*heads, p.pairs), "uint16")] if config.warpgroups else []),
             Buffer(
                 "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
             ),
@@ -403,9 +404,14 @@ class _Builder:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
         p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
-        general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
-        schedule = tuple(name for name in schedule if name not in general)
-        walk = (*(name for name in walk if name not in general), "ends", "totals")
+
+        def own(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
+            """Instead of rests, of which they have none, they take phases from an array of their own."""
+            without = ("normed", "cu_seqlens", *without)
+            return tuple("phases" if name == "rest" else name for name in names if name not in without)
+
+        schedule, walk, chunk = own(schedule, "grad_angles"), own(walk, "grad_angles"), own(chunk)
+        walk += ("ends", "totals")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
@@ -415,7 +421,6 @@ class _Builder:
         blocks = p.batch * self.chunks * p.groups * self.config.parts
         # Twice as many clusters as fit at once, of as many heads as it takes: the next head's inputs come early.
         clusters = math.ceil(rows / max(1, round(rows / (4 * MULTIPROCESSORS // TIME_BLOCKS))))
-        chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
         shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
         return [

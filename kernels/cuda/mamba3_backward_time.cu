@@ -96,13 +96,13 @@ struct ScheduleInputs {
 };
 
 // gamma, f and the running sum of adt in base 2 of every token, within its chunk; the phases, in units of 2**-16 turns,
-// in the first half of each row of the angles' gradient. Blocks: (block of a cluster, first of the heads that it takes
+// those of a head one after the other. Blocks: (block of a cluster, first of the heads that it takes
 // one after the other, as many as there are clusters apart).
 template <class C>
 __global__ void __launch_bounds__(kTimeThreads, 2)
     mamba3_backward_schedule(const float* angles, const float* adt, const float* dt, const float* trap,
-                             const float* start, float* gamma, float* f, float* decay, float* phases, int batch,
-                             int seq) {
+                             const float* start, float* gamma, float* f, float* decay, unsigned short* phases,
+                             int batch, int seq) {
   using R = Runs<C>;
   using Memory = SumsMemory<R::kColumns>;
   __shared__ Memory memory;
@@ -116,13 +116,13 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   const bool paired = pair < C::kPairs;
   ClusterSums<R::kLanes> sums{memory, warp, block, blocks};
 
-  const auto phases_at = [&](int row, int t) {  // of four pairs
+  const auto angles_at = [&](int row, int t) {  // of a token's pairs
     return (((long long)(row / C::kHeads) * seq + t) * C::kHeads + row % C::kHeads) * C::kPairs;
   };
   ScheduleInputs in;
   const auto load = [&](int row, int first) {
     const long long head = (long long)row * seq;
-    const float* from = angles + phases_at(row, first + run * kScheduleRun) + pair;
+    const float* from = angles + angles_at(row, first + run * kScheduleRun) + pair;
 #pragma unroll
     for (int j = 0; j < kScheduleRun; ++j) {
       const int t = first + run * kScheduleRun + j;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   load(row, begin);
 #pragma unroll 1
   while (row < rows) {
-    const int this_row = row, first = begin;
+    const int first = begin;
     const long long head = (long long)row * seq;
     if (first == own) {
 #pragma unroll
@@ -192,13 +192,12 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
       ahead[e] += before[e] + 0x8000;  // to the nearest unit
       before[e] += all[e];
     }
-    unsigned short* to =
-        reinterpret_cast<unsigned short*>(phases + phases_at(this_row, first + run * kScheduleRun)) + pair;
+    unsigned short* to = phases + (head + first + run * kScheduleRun) * C::kPairs + pair;
 #pragma unroll
     for (int j = 0; j < kScheduleRun; ++j) {
       const uint2 words = make_uint2(__byte_perm(ahead[0] + sum[j][0], ahead[1] + sum[j][1], 0x7632),
                                      __byte_perm(ahead[2] + sum[j][2], ahead[3] + sum[j][3], 0x7632));
-      if (first + run * kScheduleRun + j < seq && paired) *reinterpret_cast<uint2*>(to + j * 2 * R::kNext) = words;
+      if (first + run * kScheduleRun + j < seq && paired) *reinterpret_cast<uint2*>(to + j * C::kPairs) = words;
     }
   }
 }
