@@ -253,7 +253,8 @@ struct Walker {
       stage(raw, step % 2);
       total = raw.total;
       if (step + 1 < steps) load(raw, chunk_of(step + 1));
-      if (step + 3 < steps) want_chunk(chunk_of(step + 3));
+      // No further ahead: at three steps lines leave the L2 cache before they are loaded, and are read twice.
+      if (step + 2 < steps) want_chunk(chunk_of(step + 2));
       wgmma_wait<0>();
       pin(state);
       if (!ends_only) store_panel(out + team * kPanel, state);
