@@ -293,7 +293,8 @@ def mamba3_step(
     Where v has an axis more than the state's v, it is that of several tokens known at the same time, such as drafted
     ones or a piece of a prompt; so the state must have the batch axes of its tokens. q, k, v, z, angles, adt, dt and
     trap have then the seq axis that `mamba3` gives them, v [..., seq, heads, head_dim] and dt [..., heads, seq], and so
-    has y. The state is the one after the last token; where drafted tokens are refused, step again from the state before
+    has y. A state without the batch axis is refused but for a batch of as many sequences as heads: that is, in every
+    shape, a call of so many tokens of one sequence. The state is the one after the last token; where drafted tokens are refused, step again from the state before
     with the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for
     each token gives. For tens of tokens `mamba3` with an initial state is faster.
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 
+from jax_ssd import config
+
 try:
     import optax
 except ModuleNotFoundError as error:
-    raise ImportError("jax_ssd.models needs optax, which is not installed: pip install jax_ssd[models]") from error
+    raise ImportError(f"jax_ssd.models needs optax, which is not installed: {config.install('models')}") from error
 
 from flax import nnx
 

@@ -37,6 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     if options.arch is not None and not options.dry_run:
         made.error("--arch is for --dry-run: what is measured is measured on the GPU here")
+    if options.arch is not None:
+        try:
+            for one in options.arch.split(","):
+                config.parse_arch(one, "--arch")
+        except ValueError as error:
+            made.error(str(error))
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
     programs, failed = named_programs(options), 0
     target = {} if options.arch is None else {"target_arch": options.arch}
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
                 except (NotImplementedError, RuntimeError) as error:
                     print(f"{label}: {error}")
                     failed += 1
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:  # no GPU, or a setting of the environment that is none
             print(f"jax_ssd tune: {error}")
             return 1
         except KeyboardInterrupt:
@@ -101,11 +107,14 @@ def named_programs(options: argparse.Namespace) -> list[tuple[str, tuple]]:
     """(label, (function, arguments)) of each program that was asked for. Leaves the process for a name that is none."""
     try:
         named = [size for word in options.sizes for size in sizes.find(word)]
-        return [
+        found = [
             (f"{size.name} {label}", program)
             for size in named
             for label, program in sizes.programs(size, options.implementation).items()
             if options.passes is None or label in options.passes
         ]
+        if not found:
+            raise ValueError(f"{' '.join(options.sizes)} has no {' or '.join(options.passes)}; leave --passes out.")
+        return found
     except ValueError as error:
         raise SystemExit(f"jax_ssd: {error}") from error
