@@ -174,8 +174,8 @@ def _archs(value: str | tuple[str, ...]) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{_spell('target_arch')}: expected a name such as 'sm_90' or a tuple of them, got {value!r}. An empty tuple "
-            "takes the GPUs that JAX sees."
+            f"{_spell('target_arch')}: expected a name such as 'sm_90' or a tuple of them, got {value!r}. An empty "
+            "tuple takes the GPUs that JAX sees."
         )
     chosen = {parse_arch(name) for name in names}
     return tuple(arch for arch in SUPPORTED_ARCHS if arch in chosen)

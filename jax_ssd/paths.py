@@ -73,8 +73,8 @@ def calls(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """The equations of this library's ops in the traced function, in program order."""
     if not callable(function):
         raise TypeError(
-            f"function: expected a function of JAX arrays, got {type(function).__name__}; pass the function itself, and "
-            "its arguments after it."
+            f"function: expected a function of JAX arrays, got {type(function).__name__}; pass the function itself, "
+            "and its arguments after it."
         )
     arrays = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
     static = {name: value for name, value in kwargs.items() if name not in arrays}

@@ -51,8 +51,8 @@ def _no_array(op: str, name: str, value) -> Exception:
     bits = max((int(leaf).bit_length() for leaf in leaves if isinstance(leaf, (int, np.integer))), default=0)
     if bits >= jnp.iinfo(held).bits:
         return ValueError(
-            f"{op}: {name}: expected integers that {held} holds, got one of {bits} bits; pass floats if it is no label, "
-            "number labels anew, or set jax_enable_x64."
+            f"{op}: {name}: expected integers that {held} holds, got one of {bits} bits; pass floats if it is no "
+            "label, number labels anew, or set jax_enable_x64."
         )
     return ValueError(
         f"{op}: {name}: expected an array, got a nested {type(value).__name__} whose rows differ in shape; pad them to "

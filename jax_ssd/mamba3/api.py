@@ -293,10 +293,12 @@ def mamba3_step(
     Where v has an axis more than the state's v, it is that of several tokens known at the same time, such as drafted
     ones or a piece of a prompt; so the state must have the batch axes of its tokens. q, k, v, z, angles, adt, dt and
     trap have then the seq axis that `mamba3` gives them, v [..., seq, heads, head_dim] and dt [..., heads, seq], and so
-    has y. A state without the batch axis is refused but for a batch of as many sequences as heads: that is, in every
-    shape, a call of so many tokens of one sequence. The state is the one after the last token; where drafted tokens are refused, step again from the state before
-    with the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for
-    each token gives. For tens of tokens `mamba3` with an initial state is faster.
+    has y. A state that lacks the batch axis is refused, but not beside as many sequences as heads: that has, in every
+    array, the shape of so many tokens of one sequence.
+
+    The state is the one after the last token; where drafted tokens are refused, step again from the state before with
+    the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for each
+    token gives. For tens of tokens `mamba3` with an initial state is faster.
 
     Args:
       state: Mamba3State with the leading axes of v. angle should be float32, which "cuda" insists on; the new state
@@ -520,8 +522,8 @@ def _several(name: str, arrays: dict[str, jax.Array]) -> bool:
         if seq != heads and all(arrays[key].shape == (*lead, seq, heads) for key in ("adt", "dt", "trap")):
             raise ValueError(
                 f"{name}: state.v: expected the shape {arrays['v'].shape} of v, as adt, dt and trap of "
-                f"{arrays['adt'].shape} are those of one token, got {arrays['state.v'].shape}; give the state the batch "
-                "axes of its tokens or, for several tokens of a sequence, swap the last two axes of adt, dt and trap."
+                f"{arrays['adt'].shape} are those of one token, got {arrays['state.v'].shape}; give the state the "
+                "batch axes of its tokens or, for several tokens of a sequence, swap the last axes of adt, dt and trap."
             )
     return axes["v"] == 1
 

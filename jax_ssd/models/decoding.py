@@ -64,7 +64,7 @@ class Decoder:
 def _model(function: str, model: Any) -> LanguageModel:
     if not isinstance(model, LanguageModel):
         raise TypeError(
-            f"{function}: model: expected a LanguageModel, got {type(model).__name__}; pass LanguageModel(config, rngs)."
+            f"{function}: model: expected a LanguageModel, got {type(model).__name__}; pass the model itself."
         )
     return model
 

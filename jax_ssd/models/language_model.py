@@ -108,8 +108,8 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
         if not isinstance(config, LanguageModelConfig):
             raise TypeError(
-                f"LanguageModel: config: expected a LanguageModelConfig, got {type(config).__name__}; pass for instance "
-                "LanguageModelConfig(features=128)."
+                f"LanguageModel: config: expected a LanguageModelConfig, got {type(config).__name__}; pass for "
+                "instance LanguageModelConfig(features=128)."
             )
         require_rngs("LanguageModel", rngs)
         self.config = config
@@ -243,9 +243,13 @@ def bits_per_token(logits: jax.Array, targets: jax.Array, mask: jax.Array | None
             f"shape {targets.shape}; leave out the positions that have none."
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"bits_per_token: targets: expected token ids, integers, got {targets.dtype.name}; use .astype.")
+        raise TypeError(
+            f"bits_per_token: targets: expected token ids, integers, got {targets.dtype.name}; use .astype."
+        )
     if mask is not None and mask.shape != positions:
-        raise ValueError(f"bits_per_token: mask: expected the shape of the targets {positions}, got {mask.shape}; broadcast it.")
+        raise ValueError(
+            f"bits_per_token: mask: expected the shape of the targets {positions}, got {mask.shape}; broadcast it."
+        )
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(f"bits_per_token: mask: expected bool, got {mask.dtype.name}; pass mask != 0.")
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -79,8 +79,8 @@ def make_train_step(
         )
     if not callable(getattr(optimizer, "update", None)):
         raise TypeError(
-            f"make_train_step: optimizer: expected an optax.GradientTransformation, got {type(optimizer).__name__}; pass "
-            "for instance adamw(1e-3)."
+            f"make_train_step: optimizer: expected an optax.GradientTransformation, got {type(optimizer).__name__}; "
+            "pass for instance adamw(1e-3)."
         )
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -88,16 +88,16 @@ def make_train_step(
         return bits_per_token(model(tokens[:, :-1]), tokens[:, 1:])
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"make_train_step: state: expected a TrainState, got {type(state).__name__}; pass TrainState(params, "
-                "optimizer.init(params))."
-            )
         tokens = shapes.as_array("make_train_step", "tokens", tokens)
         if tokens.ndim < 2 or tokens.shape[-1] < 2:
             raise ValueError(
                 "make_train_step: tokens: expected [batch, seq + 1] with at least two tokens a row, the last of which "
                 f"is only a target, got {tokens.shape}; add an axis of rows, or leave shorter rows out."
+            )
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"make_train_step: state: expected a TrainState, got {type(state).__name__}; pass TrainState(params, "
+                "optimizer.init(params))."
             )
         params = state.params
         if axis_name is not None and axis_name in manual_axes.varying(tokens):

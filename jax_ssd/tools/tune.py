@@ -44,32 +44,38 @@ def main(arguments: Sequence[str]) -> int:
         except ValueError as error:
             made.error(str(error))
     output = {} if options.output is None else {"tuning_file": options.output.absolute()}
-    programs, failed = named_programs(options), 0
+    programs = named_programs(options)
     target = {} if options.arch is None else {"target_arch": options.arch}
-    with config.override(**output, **target):
+    try:
+        with config.override(**output, **target):
+            return _tuned(programs, options)
+    except (NotImplementedError, ValueError) as error:  # no GPU, or a setting of the environment that is none
+        print(f"jax_ssd tune: {error}")
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; what was measured is kept.")
+        return 130
+
+
+def _tuned(programs: Sequence[tuple], options: argparse.Namespace) -> int:
+    """The exit status, with the settings in place."""
+    failed = 0
+    if not options.dry_run:
+        search.tuning_device()
+    print(forecast(programs, options.quick), flush=True)
+    if options.dry_run:
+        return 0
+    for label, (function, operands) in programs:
         try:
-            if not options.dry_run:
-                search.tuning_device()
-            print(forecast(programs, options.quick), flush=True)
-            if options.dry_run:
-                return 0
-            for label, (function, operands) in programs:
-                try:
-                    found = search.autotune(
-                        function, *operands, force=options.force, seconds=options.seconds, quick=options.quick
-                    )
-                    if not found:
-                        print(f"{label}: nothing to tune, what it runs has no choices yet")
-                except (NotImplementedError, RuntimeError) as error:
-                    print(f"{label}: {error}")
-                    failed += 1
-        except (NotImplementedError, ValueError) as error:  # no GPU, or a setting of the environment that is none
-            print(f"jax_ssd tune: {error}")
-            return 1
-        except KeyboardInterrupt:
-            print("Interrupted; what was measured is kept.")
-            return 130
-        print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
+            found = search.autotune(
+                function, *operands, force=options.force, seconds=options.seconds, quick=options.quick
+            )
+            if not found:
+                print(f"{label}: nothing to tune, what it runs has no choices yet")
+        except (NotImplementedError, RuntimeError) as error:
+            print(f"{label}: {error}")
+            failed += 1
+    print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
     return 1 if failed else 0
 
 
@@ -114,7 +120,9 @@ def named_programs(options: argparse.Namespace) -> list[tuple[str, tuple]]:
             if options.passes is None or label in options.passes
         ]
         if not found:
-            raise ValueError(f"{' '.join(options.sizes)} has no {' or '.join(options.passes)}; leave --passes out.")
+            raise ValueError(
+                f"{' '.join(options.sizes)} has no {' or '.join(options.passes or ())}; leave --passes out."
+            )
         return found
     except ValueError as error:
         raise SystemExit(f"jax_ssd: {error}") from error

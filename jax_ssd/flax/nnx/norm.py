@@ -26,8 +26,8 @@ class GatedRMSNorm(nnx.Module):
         positive("GatedRMSNorm", features=features)
         if group_size is not None and features % shapes.integer("GatedRMSNorm", "group_size", group_size, least=1):
             raise ValueError(
-                f"GatedRMSNorm: group_size: expected a divisor of the {features} features, got {group_size}; None takes "
-                "all of them."
+                f"GatedRMSNorm: group_size: expected a divisor of the {features} features, got {group_size}; None "
+                "takes all of them."
             )
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32), **scale_metadata)
         self.group_size = group_size

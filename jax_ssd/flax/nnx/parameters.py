@@ -144,7 +144,9 @@ def require_sequence(layer: str, x: Any, in_features: int) -> jax.Array:
     return x
 
 
-def require_carry(layer: str, name: str, carry: Any, kind: type, expected: Mapping[str, tuple[int, ...]] | None) -> None:
+def require_carry(
+    layer: str, name: str, carry: Any, kind: type, expected: Mapping[str, tuple[int, ...]] | None
+) -> None:
     """Raises TypeError for anything but a carry of the layer, ValueError for one of another shape.
 
     expected: the shapes of its arrays; None does not compare them.
@@ -157,14 +159,14 @@ def require_carry(layer: str, name: str, carry: Any, kind: type, expected: Mappi
     for field, shape in (expected or {}).items():
         if np.shape(getattr(carry, field)) != shape:
             raise ValueError(
-                f"{layer}: {name}.{field}: expected shape {shape}, got {np.shape(getattr(carry, field))}; give the carry "
-                "the sizes of the layer and the batch axes of x, which is [..., in_features] in a step, else "
+                f"{layer}: {name}.{field}: expected shape {shape}, got {np.shape(getattr(carry, field))}; give the "
+                "carry the sizes of the layer and the batch axes of x, which is [..., in_features] in a step, else "
                 "[..., seq, in_features]."
             )
 
 
 def batch_axes(layer: str, name: str, shape: Any) -> tuple[int, ...]:
-    """Axes of a shape as integers. Raises TypeError unless they are a sequence of these, ValueError if one is negative."""
+    """Axes of a shape as integers. Raises TypeError unless it is a sequence of these, ValueError if one is negative."""
     if not isinstance(shape, (Sequence, np.ndarray)) or isinstance(shape, (str, bytes)):
         raise TypeError(f"{layer}: {name}: expected a tuple of sizes, got {shape!r}; pass for instance (2,).")
     return tuple(shapes.integer(layer, name, size, least=0) for size in shape)
