@@ -44,7 +44,10 @@ def _no_array(op: str, name: str, value) -> Exception:
     nested = isinstance(value, (list, tuple))
     leaves = jax.tree.leaves(value, is_leaf=lambda part: not isinstance(part, (list, tuple)))
     for leaf in leaves:
-        if not isinstance(leaf, (bool, int, float, complex, np.generic, np.ndarray, jax.Array)):
+        number = isinstance(leaf, (bool, int, float, complex, jax.Array))
+        if isinstance(leaf, (np.generic, np.ndarray)):  # not text, objects, dates, long doubles
+            number = leaf.dtype.char not in "USOMmgG"
+        if not number:
             got = f"a {type(value).__name__} that holds {type(leaf).__name__}" if nested else type(leaf).__name__
             return TypeError(f"{op}: {name}: expected an array, got {got}; pass a jax or numpy array.")
     held = jnp.zeros((), int).dtype.name
