@@ -249,6 +249,8 @@ def test_cases_are_found_by_name_prefix_and_size():
         cases.find("mine=1,128,2,4,16,8,rank=9")
     with pytest.raises(ValueError, match="no size called 'frist'"):
         cases.find("frist")
+    with pytest.raises(SystemExit, match="benchmarks: no size called 'frist'"):
+        run.main(["frist", "--implementations", "plain_xla"])
     with pytest.raises(ValueError, match="multiple of groups"):
         cases.find("mine=1,128,3,4,16,8")
 
