@@ -165,6 +165,13 @@ def schedule_shared(problem: Problem, lanes: int) -> int:
     return rounds + (CLUSTER_THREADS // 32 + 2 * TIME_BLOCKS) * lanes * 16 + 16
 
 
+def time_shared(problem: Problem, span: int) -> int:
+    """`SpanShare::Memory` of mamba3_backward_time.cu: angles, a state and its adjoint, sums of warps, numbers of tokens."""
+    p, lanes = problem, _lanes(problem)
+    states = 16 if "d_state_ssm" in p.given else 4 * p.head_dim * lanes * 8
+    return span * (lanes * 16 + lanes * lanes // 8 + 5 * 4) + states
+
+
 def ranks(problem: Problem) -> int:
     """Rows of a tile per token: a power of two."""
     return 1 << (problem.rank - 1).bit_length()
@@ -451,7 +458,7 @@ class _Builder:
         sums = p.batch * math.ceil(p.heads * self.record // 2 / threads)
         grid = (sums + p.batch * p.heads * math.ceil(p.seq / self.span), 1, 1)
         arrays = tuple(name for name in time if name not in ("cu_seqlens", "grad_norm_weight"))
-        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays, threads * 8 * 16)
+        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays, time_shared(p, self.span))
 
     def warpgroup_launch(
         self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,

@@ -328,23 +328,6 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
   }
 }
 
-// The thread's part of the moments of the state between two chunks with its adjoint, of its four pairs: the sum over p
-// of dS_a S_b - dS_b S_a for the columns a and b of a pair. Part: which of Parts threads with these pairs it is.
-template <class C, int Parts>
-__device__ __forceinline__ void add_moments(float (&sum)[4], const bf16* adjoint, const bf16* state, int pair,
-                                            int part) {
-  const int panel = pair / 32 * (64 * C::kP), unit = pair % 32 / 4;
-#pragma unroll
-  for (int p = part; p < C::kP; p += Parts) {
-    const int at = panel + p * 64 + (unit ^ p % 8) * 8;
-    float x[8], y[8];
-    unpack8(read_once(adjoint + at), x);
-    unpack8(read_once(state + at), y);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] += x[2 * e] * y[2 * e + 1] - x[2 * e + 1] * y[2 * e];
-  }
-}
-
 // Gradients of the parameters, a row of the batch each, and what mimo_v gets of initial states besides.
 struct ParameterSums {
   const bf16* records;
@@ -389,28 +372,48 @@ struct ParameterSums {
   }
 };
 
-template <class C>
-constexpr int kTimeLanes = C::kPairs <= 32 ? 8 : 16;  // that share a token's pairs
+// What a thread copies for its run: the angles, and its part of the state between two chunks and its adjoint.
+template <class C, int Span>
+struct SpanShare {
+  static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16;  // that share a token's pairs
+  static constexpr int kThreads = Span / kRun * kLanes, kWarps = kThreads / 32, kParts = kThreads / kLanes;
+  static constexpr int kOf = C::kFinal ? 0 : 2;  // of state and adjoint
+  static_assert(kThreads % 32 == 0 && kThreads <= 512 && Span % C::kTokens == 0 && C::kP % kParts == 0);
+
+  struct alignas(16) Memory {
+    float4 angles[kRun][kThreads], sums[2][kWarps][kLanes];
+    float steps[kParts][kRun], trap[kParts][kRun], d_f[2][kParts][kRun], d_gamma[kParts][kRun];  // d_f: before, own
+    uint4 states[kOf ? kOf : 1][kOf ? C::kP / kParts : 1][kOf ? kThreads : 1];
+  };
+};
+
+// The thread's part of the moments of a state with its adjoint, of its four pairs: the sum over p of dS_a S_b - dS_b S_a
+// for the columns a and b of a pair.
+__device__ __forceinline__ void add_moments(float (&sum)[4], uint4 adjoint, uint4 state) {
+  float x[8], y[8];
+  unpack8(adjoint, x);
+  unpack8(state, y);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sum[e] += x[2 * e] * y[2 * e + 1] - x[2 * e + 1] * y[2 * e];
+}
 
 // What angles, dt and trap get, from what the phases do, which is in the memory of the angles' gradient. A block has a
 // span of tokens of a head; the first blocks sum up parameters. All that comes after it is the moment of the state
 // there with its adjoint (see mamba3_moments, which makes them ahead if the final state has a cotangent). d_delta: of
 // the weight of an initial state's key.
 template <class C, int Span>
-__global__ void __launch_bounds__(Span / kRun * kTimeLanes<C>, (Span / kRun * kTimeLanes<C> == 512 ? 1024 : 768) / (Span / kRun * kTimeLanes<C>))
+__global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, (SpanShare<C, Span>::kThreads == 512 ? 1024 : 768) / SpanShare<C, Span>::kThreads)
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, const bf16* states, const bf16* adjoints, const float* moments,
                          const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start,
                          const bf16* records, const float* of_states, float* d_q_bias, float* d_k_bias, float* d_mimo_v,
                          float* d_mimo_o, float* d_mimo_z, float* d_skip, int batch, int seq) {
+  using S = SpanShare<C, Span>;
   constexpr long long kNext = C::kHeads * C::kPairs;  // from a token's pairs to the next one's
-  constexpr int kLanes = kTimeLanes<C>, kThreads = Span / kRun * kLanes, kWarps = kThreads / 32;
+  constexpr int kLanes = S::kLanes, kThreads = S::kThreads, kWarps = S::kWarps;
   constexpr float kPi = 3.14159265358979f;
-  static_assert(kThreads % 32 == 0 && kThreads <= 512 && Span % C::kTokens == 0);
-  __shared__ float4 runs[kWarps][kLanes], ahead[kWarps][kLanes];
-  __shared__ float steps[kWarps][32 / kLanes][kRun];
   extern __shared__ __align__(1024) char shared[];
-  auto& angle = *reinterpret_cast<float4(*)[kRun][kThreads]>(shared);  // on their way while phases are summed up
+  auto& memory = *reinterpret_cast<typename S::Memory*>(shared);
   let_next_kernel_start();
   wait_for_earlier_kernels();
   constexpr int kSums = (C::kHeads * C::kRecord / 2 + kThreads - 1) / kThreads;  // blocks of a row of the batch
@@ -431,40 +434,58 @@ __global__ void __launch_bounds__(Span / kRun * kTimeLanes<C>, (Span / kRun * kT
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
   angles += first, d_angles += first;
 
-  float4 phase[kRun];
+  // All that the thread needs is asked for at once: what comes last is used first.
+  const bool owns = own < seq && lane % (kLanes / kRun) == 0;
+  if (owns) {
+    copy_piece(&memory.steps[run][own - begin], dt + own);
+    copy_piece(&memory.trap[run][own - begin], trap + own);
+    copy_piece(&memory.d_f[1][run][own - begin], d_f + own);
+    copy_piece(&memory.d_gamma[run][own - begin], d_gamma + own);
+    if (own > 0) copy_piece(&memory.d_f[0][run][own - begin], d_f + own - 1);
+  }
+  if (paired) {
 #pragma unroll
-  for (int j = 0; j < kRun; ++j) {
-    const bool there = begin + j < seq && paired;
-    phase[j] = there ? *reinterpret_cast<const float4*>(d_angles + j * kNext) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (there) {
-      copy_piece(&angle[j][threadIdx.x], reinterpret_cast<const float4*>(angles + j * kNext));
-    } else {
-      angle[j][threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int j = 0; j < kRun; ++j) {
+      if (begin + j >= seq) break;
+      copy_piece(&memory.angles[j][threadIdx.x], reinterpret_cast<const float4*>(angles + j * kNext));
     }
   }
   pieces_commit();
-  float own_step = 0.0f, mix = 0.0f, weight = 0.0f, before = 0.0f;
-  if (own < seq) {
-    own_step = steps[warp][lane / kLanes][own - begin] = __ldg(dt + own), mix = sigmoid_fast(__ldg(trap + own));
-    weight = __ldg(d_f + own) + __ldg(d_gamma + own);
-    before = own > 0 ? __ldg(d_f + own - 1) : C::kState ? d_delta[row] : 0.0f;
+  const bool bounded = next < seq && paired;
+  if (bounded && !C::kFinal) {
+    const long long at = (row * chunks + next / C::kTokens) * (C::kP * C::kN) + pair / 32 * (64 * C::kP);
+#pragma unroll
+    for (int n = 0; n < C::kP / S::kParts; ++n) {
+      const int p = run + n * S::kParts, unit = p * 64 + (pair % 32 / 4 ^ p % 8) * 8;
+      copy_piece(&memory.states[0][n][threadIdx.x],
+                 reinterpret_cast<const float4*>(adjoints + at - C::kP * C::kN + unit));
+      copy_piece(&memory.states[1][n][threadIdx.x], reinterpret_cast<const float4*>(states + at + unit));
+    }
+  }
+  pieces_commit();
+  float4 phase[kRun];
+#pragma unroll
+  for (int j = 0; j < kRun; ++j) {
+    phase[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (begin + j < seq && paired) phase[j] = *reinterpret_cast<const float4*>(d_angles + j * kNext);
   }
   float moment[4] = {};
-  if (next < seq && paired) {
-    if constexpr (C::kFinal) {
-      const long long at = (row * spans + span) * C::kPairs + pair;
+  if (bounded && C::kFinal && run == 0) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) moment[e] = run == 0 ? moments[at + e] : 0.0f;
-    } else {
-      const long long at = (row * chunks + next / C::kTokens) * (C::kP * C::kN);
-      add_moments<C, kThreads / kLanes>(moment, adjoints + at - C::kP * C::kN, states + at, pair, run);
-    }
+    for (int e = 0; e < 4; ++e) moment[e] = moments[(row * spans + span) * C::kPairs + pair + e];
   }
 
   float total[4] = {};  // of the run and those of the warp after it
 #pragma unroll
   for (int j = kRun - 1; j >= 0; --j) {
     total[0] += phase[j].x, total[1] += phase[j].y, total[2] += phase[j].z, total[3] += phase[j].w;
+  }
+  pieces_wait<0>();
+  if (bounded && !C::kFinal) {
+#pragma unroll
+    for (int n = 0; n < C::kP / S::kParts; ++n) {
+      add_moments(moment, memory.states[0][n][threadIdx.x], memory.states[1][n][threadIdx.x]);
+    }
   }
 #pragma unroll
   for (int offset = kLanes; offset < 32; offset *= 2) {
@@ -476,8 +497,8 @@ __global__ void __launch_bounds__(Span / kRun * kTimeLanes<C>, (Span / kRun * kT
     }
   }
   if (lane < kLanes) {
-    runs[warp][lane] = make_float4(total[0], total[1], total[2], total[3]);
-    ahead[warp][lane] = make_float4(moment[0], moment[1], moment[2], moment[3]);
+    memory.sums[0][warp][lane] = make_float4(total[0], total[1], total[2], total[3]);
+    memory.sums[1][warp][lane] = make_float4(moment[0], moment[1], moment[2], moment[3]);
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {  // from here on of all that comes after the run
@@ -487,21 +508,20 @@ __global__ void __launch_bounds__(Span / kRun * kTimeLanes<C>, (Span / kRun * kT
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    float4 other = ahead[w][lane % kLanes];
+    float4 other = memory.sums[1][w][lane % kLanes];
     total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
     if (w > warp) {
-      other = runs[w][lane % kLanes];
+      other = memory.sums[0][w][lane % kLanes];
       total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
     }
   }
 
   float d_step[kRun];
-  pieces_wait<0>();
 #pragma unroll
   for (int j = kRun - 1; j >= 0; --j) {
-    const float of_phase[4] = {phase[j].x, phase[j].y, phase[j].z, phase[j].w}, step = steps[warp][lane / kLanes][j];
-    const float4 own_angle = angle[j][threadIdx.x];
-    const float of_angle[4] = {own_angle.x, own_angle.y, own_angle.z, own_angle.w};
+    const float of_phase[4] = {phase[j].x, phase[j].y, phase[j].z, phase[j].w}, step = memory.steps[run][j];
+    const float4 angle = paired ? memory.angles[j][threadIdx.x] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float of_angle[4] = {angle.x, angle.y, angle.z, angle.w};
     float x[4];
     d_step[j] = 0.0f;
 #pragma unroll
@@ -520,9 +540,12 @@ __global__ void __launch_bounds__(Span / kRun * kTimeLanes<C>, (Span / kRun * kT
   }
   share_sums<kRun, kLanes / 2, kLanes / kRun>(d_step);
   if constexpr (kLanes == 16) d_step[0] += __shfl_xor_sync(0xffffffff, d_step[0], 1);
-  if (own < seq && lane % (kLanes / kRun) == 0) {
+  if (owns) {
+    const float step = memory.steps[run][own - begin], mix = sigmoid_fast(memory.trap[run][own - begin]);
+    const float weight = memory.d_f[1][run][own - begin] + memory.d_gamma[run][own - begin];
+    const float before = own > 0 ? memory.d_f[0][run][own - begin] : C::kState ? d_delta[row] : 0.0f;
     d_dt[own] = d_step[0] + mix * weight + (1.0f - mix) * before;
-    d_trap[own] = own_step * (weight - before) * mix * (1.0f - mix);
+    d_trap[own] = step * (weight - before) * mix * (1.0f - mix);
   }
 }
 
