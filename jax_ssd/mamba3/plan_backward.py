@@ -157,7 +157,7 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
 
 
 def schedule_shared(problem: Problem, lanes: int) -> int:
-    """`ScheduleShare::Memory` of mamba3_backward_time.cu: angles and steps of rounds ahead, sums of warps and blocks."""
+    """`ScheduleShare::Memory` of mamba3_backward_time.cu: angles and steps of rounds, sums of warps and blocks."""
     units = problem.pairs // 4
     even = lanes % units == 0 or units % lanes == 0
     heads = (lanes + (1 if even else 2) * (units - 1)) // units
@@ -166,7 +166,7 @@ def schedule_shared(problem: Problem, lanes: int) -> int:
 
 
 def time_shared(problem: Problem, span: int) -> int:
-    """`SpanShare::Memory` of mamba3_backward_time.cu: angles, a state and its adjoint, sums of warps, numbers of tokens."""
+    """`SpanShare::Memory` of mamba3_backward_time.cu: angles, a state and its adjoint, sums, steps and so on."""
     p, lanes = problem, _lanes(problem)
     states = 16 if "d_state_ssm" in p.given else 4 * p.head_dim * lanes * 8
     return span * (lanes * 16 + lanes * lanes // 8 + 5 * 4) + states

@@ -34,14 +34,14 @@ __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + 
 template <class C, int Lanes>
 struct ScheduleShare {
   static constexpr int kHeadUnits = C::kPairs / 4, kUnits = C::kHeads * kHeadUnits;
-  static constexpr int kGroups = (kUnits + Lanes - 1) / Lanes;                                // of units, in a row
-  static constexpr int kTokens = kTimeThreads / Lanes * kRun;                                 // of a block in a round
-  static constexpr bool kEven = Lanes % kHeadUnits == 0 || kHeadUnits % Lanes == 0;           // heads do not straddle
-  static constexpr int kHeads = (Lanes + (kEven ? 1 : 2) * (kHeadUnits - 1)) / kHeadUnits;    // that a group touches
-  static constexpr int kSharers = !kEven ? 1 : kHeadUnits < Lanes ? kHeadUnits : Lanes;       // lanes of a head's steps
-  static constexpr int kBegun = (Lanes + kHeadUnits - 1) / kHeadUnits;                        // heads begun in a group
-  static constexpr int kWeights = (kBegun * kTokens + kTimeThreads - 1) / kTimeThreads;       // of a thread in a round
-  static constexpr int kDecays = (kBegun * kTokens / 2 + kTimeThreads - 1) / kTimeThreads;    // of two tokens
+  static constexpr int kGroups = (kUnits + Lanes - 1) / Lanes;                              // of units, in a row
+  static constexpr int kTokens = kTimeThreads / Lanes * kRun;                               // of a block in a round
+  static constexpr bool kEven = Lanes % kHeadUnits == 0 || kHeadUnits % Lanes == 0;         // heads do not straddle
+  static constexpr int kHeads = (Lanes + (kEven ? 1 : 2) * (kHeadUnits - 1)) / kHeadUnits;  // that a group touches
+  static constexpr int kSharers = !kEven ? 1 : kHeadUnits < Lanes ? kHeadUnits : Lanes;     // lanes of a head's steps
+  static constexpr int kBegun = (Lanes + kHeadUnits - 1) / kHeadUnits;                      // heads begun in a group
+  static constexpr int kWeights = (kBegun * kTokens + kTimeThreads - 1) / kTimeThreads;     // of a thread in a round
+  static constexpr int kDecays = (kBegun * kTokens / 2 + kTimeThreads - 1) / kTimeThreads;  // of two tokens
 
   struct alignas(16) Memory {
     float4 angles[kDepth][kRun][kTimeThreads];
@@ -128,8 +128,8 @@ struct ClusterSums {
 
 __device__ __forceinline__ float sigmoid_fast(float v) { return rcp_fast(1.0f + exp2_fast(v * -LOG2E)); }
 
-// The phase of up to 64 turns as phase_of_turns makes it, without conversions, which the hardware is slow at: a sum with
-// 1.5 * 2**7 is a multiple of 2**-16, with 1.5 * 2**-9 of 2**-32, and says in its last bits which.
+// The phase of up to 64 turns as phase_of_turns makes it, without conversions, which the hardware is slow at: a sum
+// with 1.5 * 2**7 is a multiple of 2**-16, with 1.5 * 2**-9 of 2**-32, and says in its last bits which.
 __device__ __forceinline__ unsigned phase_of_few_turns(float turns) {
   constexpr float kCoarse = 192.0f, kFine = 0.0029296875f;
   const float coarse = turns + kCoarse, fine = turns - (coarse - kCoarse) + kFine;
@@ -315,9 +315,8 @@ __global__ void __launch_bounds__(kTimeThreads, 2)
     if (now.group < groups) load(now.begin);
     unsigned beyond[4] = {before[0], before[1], before[2], before[3]};
     sums.sum(total, beyond, before);
-    unsigned short* to =
-        reinterpret_cast<unsigned short*>(phases + own_run.angles - own_run.unit % S::kHeadUnits * 4) +
-        own_run.unit % S::kHeadUnits * 4;
+    unsigned short* to = reinterpret_cast<unsigned short*>(phases + own_run.angles - own_run.unit % S::kHeadUnits * 4) +
+                         own_run.unit % S::kHeadUnits * 4;
     const int left = paired ? seq - own_run.begin - run * kRun : 0;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
@@ -387,8 +386,8 @@ struct SpanShare {
   };
 };
 
-// The thread's part of the moments of a state with its adjoint, of its four pairs: the sum over p of dS_a S_b - dS_b S_a
-// for the columns a and b of a pair.
+// The thread's part of the moments of a state with its adjoint, of its four pairs: the sum over p of dS_a S_b - dS_b
+// S_a for the columns a and b of a pair.
 __device__ __forceinline__ void add_moments(float (&sum)[4], uint4 adjoint, uint4 state) {
   float x[8], y[8];
   unpack8(adjoint, x);
@@ -402,7 +401,8 @@ __device__ __forceinline__ void add_moments(float (&sum)[4], uint4 adjoint, uint
 // there with its adjoint (see mamba3_moments, which makes them ahead if the final state has a cotangent). d_delta: of
 // the weight of an initial state's key.
 template <class C, int Span>
-__global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, (SpanShare<C, Span>::kThreads == 512 ? 1024 : 768) / SpanShare<C, Span>::kThreads)
+__global__ void __launch_bounds__(SpanShare<C, Span>::kThreads,
+                                  (SpanShare<C, Span>::kThreads == 512 ? 1024 : 768) / SpanShare<C, Span>::kThreads)
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, const bf16* states, const bf16* adjoints, const float* moments,
                          const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start,
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, (SpanShare<C, Sp
   dt += head, trap += head, d_f += head, d_gamma += head, d_dt += head, d_trap += head;
   angles += first, d_angles += first;
 
-  // All that the thread needs is asked for at once: what comes last is used first.
+  // All that the thread needs is asked for at once.
   const bool owns = own < seq && lane % (kLanes / kRun) == 0;
   if (owns) {
     copy_piece(&memory.steps[run][own - begin], dt + own);
@@ -450,7 +450,6 @@ __global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, (SpanShare<C, Sp
       copy_piece(&memory.angles[j][threadIdx.x], reinterpret_cast<const float4*>(angles + j * kNext));
     }
   }
-  pieces_commit();
   const bool bounded = next < seq && paired;
   if (bounded && !C::kFinal) {
     const long long at = (row * chunks + next / C::kTokens) * (C::kP * C::kN) + pair / 32 * (64 * C::kP);
@@ -480,6 +479,7 @@ __global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, (SpanShare<C, Sp
   for (int j = kRun - 1; j >= 0; --j) {
     total[0] += phase[j].x, total[1] += phase[j].y, total[2] += phase[j].z, total[3] += phase[j].w;
   }
+  __syncwarp();  // keeps the wait behind the loads
   pieces_wait<0>();
   if (bounded && !C::kFinal) {
 #pragma unroll
