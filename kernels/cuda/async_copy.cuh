@@ -38,17 +38,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       : "memory");
 }
 
-// Stores a word at this address in the shared memory of a block of the cluster, and tells the barrier at that address
-// there of its four bytes. Unlike the cluster's barrier it waits for no other memory.
-__device__ __forceinline__ void store_to_block(unsigned address, unsigned barrier, unsigned rank, unsigned word) {
-  unsigned there, barrier_there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(word),
-               "r"(barrier_there)
-               : "memory");
-}
-
 // What the L2 cache should do with the lines of a copy.
 constexpr unsigned long long KEEP = 0x1000000000000000ull;        // as it does with others
 constexpr unsigned long long KEEP_LAST = 0x14F0000000000000ull;   // evict them last: others will read them

@@ -26,6 +26,17 @@ __device__ __forceinline__ void pieces_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Sends a word to this address in the shared memory of a block of the cluster, and tells the barrier at that address
+// there of its four bytes. Unlike the cluster's barrier it waits for no other memory.
+__device__ __forceinline__ void send_to_block(unsigned address, unsigned barrier, unsigned rank, unsigned word) {
+  unsigned there, barrier_there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(word),
+               "r"(barrier_there)
+               : "memory");
+}
+
 // 1 / (1 + exp(2 v)) by the hardware: tanh(v) is 1 less twice that.
 __device__ __forceinline__ float tail_of_tanh(float v) { return rcp_fast(1.0f + exp2_fast(v * (2.0f * LOG2E))); }
 
@@ -100,7 +111,7 @@ struct ClusterSums {
       }
       const unsigned to = shared_address(&memory.blocks[which][block][column]);
 #pragma unroll 1
-      for (int n = 0; n < blocks; ++n) store_to_block(to, barrier(which), n, sum);
+      for (int n = 0; n < blocks; ++n) send_to_block(to, barrier(which), n, sum);
       __syncwarp();
       if (column == 0) {
         barrier_expect(barrier(which), blocks * Lanes * 16);
@@ -423,8 +434,9 @@ __global__ void __launch_bounds__(SpanShare<C, Span>::kThreads,
     const int unit = blockIdx.x % kSums * kThreads + threadIdx.x;
     return sums.template sum<C>(blockIdx.x / kSums, 2 * unit, chunks);
   }
-  const int spans = (seq + Span - 1) / Span, span = block % spans, h = block / spans % C::kHeads;
-  const int b = block / spans / C::kHeads;
+  // The last first: their rows of the angles' gradient are those that the chunks' kernel wrote last.
+  const int spans = (seq + Span - 1) / Span, unit = batch * C::kHeads * spans - 1 - block;
+  const int span = unit % spans, h = unit / spans % C::kHeads, b = unit / spans / C::kHeads;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, pair = lane % kLanes * 4;
   const int run = threadIdx.x / kLanes, begin = span * Span + run * kRun, next = (span + 1) * Span;
   const int own = begin + lane % kLanes * kRun / kLanes;  // one token of each lane, or of two lanes
