@@ -29,6 +29,15 @@ struct WalkMemory {
                        kBytes = kWeights + (C::kWeighted ? 2 * C::kRank * C::kP * 4 : 0);
 };
 
+// Numbers of shared memory, 64 of them as eight pieces of eight: the first halves of all pieces, then the second ones,
+// so that what eight lanes load at once lies side by side.
+__device__ __forceinline__ int halves_at(int i) { return i / 64 * 64 + i % 8 / 4 * 32 + i % 64 / 8 * 4 + i % 4; }
+__device__ __forceinline__ void load_halves(const float* numbers, int piece, float (&x)[8]) {
+  const float4* from = reinterpret_cast<const float4*>(numbers) + piece / 8 * 16 + piece % 8;
+  const float4 a = from[0], b = from[8];
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
 // What a walk begins with at an end of the row: an element of the initial state, with the half step that is owed to its
 // last key, or of the final state's cotangent.
 template <class C>
@@ -137,7 +146,7 @@ struct Walker {
 
   __device__ __forceinline__ void stage(const Raw& raw, int buffer) const {
     const float *bias = reinterpret_cast<const float*>(memory + Memory::kBias),
-                *weights = reinterpret_cast<const float*>(memory + Memory::kWeights) + threadIdx.x % 8 * 8;
+                *weights = reinterpret_cast<const float*>(memory + Memory::kWeights);
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int unit = key_unit(i);
@@ -148,7 +157,7 @@ struct Walker {
       for (int r = 0; r < kRanks; ++r) {
         float x[8], offset[8];
         unpack8(raw.key[i][r], x);
-        load8(bias + key_rank(r) * C::kN + 8 * unit, offset);
+        load_halves(bias + key_rank(r) * C::kN, unit, offset);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] += offset[e];
         if (unit < C::kPairs / 4) {
@@ -167,14 +176,14 @@ struct Walker {
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] *= scale;
       if constexpr (C::kWeighted) {
-        load8(weights + row % C::kRank * C::kP, weight);
+        load_halves(weights + row % C::kRank * C::kP, threadIdx.x % 8, weight);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] *= weight[e];
       }
       if constexpr (Backward && C::kGate) {
         float half[8];
         unpack8(raw.gate[own], half);
-        if constexpr (C::kWeighted) load8(weights + (C::kRank + row % C::kRank) * C::kP, weight);
+        if constexpr (C::kWeighted) load_halves(weights + (C::kRank + row % C::kRank) * C::kP, threadIdx.x % 8, weight);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] *= silu_of_half(half[e] * (C::kWeighted ? weight[e] : 0.5f));
       }
@@ -195,13 +204,13 @@ struct Walker {
 
     float* bias = reinterpret_cast<float*>(memory + Memory::kBias);
     for (int i = thread; i < C::kRank * C::kN; i += kWalkThreads) {
-      bias[i] = (Backward ? in.q_bias : in.k_bias)[param * C::kN + i / C::kN * C::kN + C::column(i % C::kN)];
+      bias[halves_at(i)] = (Backward ? in.q_bias : in.k_bias)[param * C::kN + i / C::kN * C::kN + C::column(i % C::kN)];
     }
     if constexpr (C::kWeighted) {
       float* weights = reinterpret_cast<float*>(memory + Memory::kWeights);
       for (int i = thread; i < C::kRank * C::kP; i += kWalkThreads) {
-        weights[i] = (Backward ? in.mimo_o : in.mimo_v)[param * C::kP + i];
-        if constexpr (C::kGate) weights[C::kRank * C::kP + i] = 0.5f * in.mimo_z[param * C::kP + i];
+        weights[halves_at(i)] = (Backward ? in.mimo_o : in.mimo_v)[param * C::kP + i];
+        if constexpr (C::kGate) weights[C::kRank * C::kP + halves_at(i)] = 0.5f * in.mimo_z[param * C::kP + i];
       }
     }
 
