@@ -207,7 +207,7 @@ def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
     norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
     words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
     tiles = 2 * (rows + values) + (0 if ends else 2 * (2 * rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS))
-    return tiles + sum(_up(4 * count, 16) for count in words)
+    return tiles + sum(_up(4 * count, 16) for count in words) + 16
 
 
 class _Forward:

@@ -73,7 +73,8 @@ struct PipelineShape {
                        kWeightsAt = kNormsAt + kNorms, kGivenAt = kWeightsAt + 4 * kWeights,
                        kValueWeightsAt = kGivenAt + 2 * kGiven,
                        kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4 + 256, 16),
-                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
+                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kRowsHereAt = kBadAt + 4 * padded(kTokens * 4, 16),
+                       kBytes = kRowsHereAt + 16;
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
 
@@ -123,6 +124,8 @@ struct Pipeline {
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
   // What values are multiplied by, [rank][head_dim].
   __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
+  // The barrier that those who stage keys and queries arrive at, a warp at a time.
+  __device__ __forceinline__ unsigned rows_here() const { return shared_address(memory + H::kRowsHereAt); }
   // Parts of sums of squares, [warp][row].
   __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
 
@@ -215,6 +218,15 @@ struct Pipeline {
     walk.write_phases(phases + 2 * (head() * pieces + place.segment) * S::kPairs, lost());
   }
 
+  // The schedule of the second next chunk, by a warp.
+  template <class All>
+  __device__ __forceinline__ void make_weights(const All& all) const {
+    const Chunk after = all.after();
+    if (after.count == 0) return;
+    const bool more = after.t + after.count < after.end;
+    make_schedule<false>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
+  }
+
   // ---- warpgroup 0 ----
 
   // Divides columns, outputs of a token and rank, by their root mean square. Four threads have two columns each, of the
@@ -250,8 +262,8 @@ struct Pipeline {
     }
   }
 
-  // Scores, queries in rows, then, transposed, the part of the output that comes from the state.
-  __device__ __forceinline__ void start_products(float (&m)[32], float (&o)[32], int turn) const {
+  // Scores, queries in rows.
+  __device__ __forceinline__ void start_scores(float (&m)[32], int turn) const {
     const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
     wgmma_fence();
 #pragma unroll
@@ -260,6 +272,12 @@ struct Pipeline {
                                moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
     }
     wgmma_commit();
+  }
+
+  // Transposed, the part of the output that comes from the state.
+  __device__ __forceinline__ void start_output(float (&o)[32], int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
+    wgmma_fence();
 #pragma unroll
     for (int n = 0; n < S::kState; n += 16) {
       Wgmma<Value, 64>::shared(o, moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2 + H::kRows * 128),
@@ -275,8 +293,6 @@ struct Pipeline {
     const typename H::Scores scores(memory + H::kScoresAt);
     const unsigned base = scores.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
     unsigned words[16];
-    wgmma_wait<1>();
-    pin(m);
     weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -311,12 +327,15 @@ struct Pipeline {
                           mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(0)) begin(walk);
+    float m[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) m[i] = 0.0f;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk after = all.after(), next = all.next(), now = all.now();
-      float m[32], o[32];
-      if constexpr (!H::kEnds) start_products(m, o, turn);  // products of no chunk are harmless
+      float o[32];
+      if constexpr (!H::kEnds) start_output(o, turn);  // products of no chunk are harmless
       bool found = false;
       if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
@@ -327,7 +346,13 @@ struct Pipeline {
         wgmma_wait<0>();
         pin(o);
         if constexpr (O::kNorm) normalize(o, norm_eps);
+        // The next chunk's scores: they take until all have what else they do in a turn.
+        barrier_wait(rows_here(), turn % 2);
+        start_scores(m, turn + 1);
         if (now.count > 0) output.store(now.count, o, by);
+        if (threadIdx.x < 32) make_weights(all);
+        wgmma_wait<0>();
+        pin(m);
       }
       pass(found, turn, [&] {
         if constexpr (H::rotates(0)) lose(walk, after);
@@ -473,16 +498,18 @@ struct Pipeline {
       bool found = false;
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found = store_values(value_stage, next, turn);
         rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
                    stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, table(turn + 1),
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      if (second && thread < 32 && after.count > 0) {
-        const bool more = after.t + after.count < after.end;
-        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
+      if constexpr (!H::kEnds) {
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(rows_here());
       }
+      if (next.count > 0) found = store_values(value_stage, next, turn);
+      if (H::kEnds && second && thread < 32) make_weights(all);
       if (second) wait_for_copies();
       fence_async_proxy();
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
@@ -555,21 +582,27 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   if constexpr (O::kPacked && O::kFinalState && !Ends) {
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
+  if (threadIdx.x == 0) {
+    barrier_init(block.rows_here(), H::kStagers / 32);
+    fence_barrier_init();
+  }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
-  // Of five warpgroups with 96 registers a thread, those with accumulators take some of the others'. The sum must stay,
-  // or the block would wait for more forever.
+  // Those with accumulators take some of the others' registers. The sum must not grow, of four warpgroups with 128 a
+  // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) take_registers<128>();
+    if constexpr (Groups == 5) take_registers<144>();
+    if constexpr (Groups == 4 && !Ends) take_registers<152>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
     block.walk_state();
   } else if (role < 4) {
-    if constexpr (Groups == 5) give_registers<88>();
+    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 4 && !Ends) give_registers<112>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {
