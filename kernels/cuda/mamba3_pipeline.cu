@@ -64,6 +64,13 @@ struct PipelineShape {
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
 
+  // What happens once in a turn, see `Pipeline::happened`.
+  static constexpr int kGivenHere = 0, kScheduleHere = 1, kTableHere = 2, kRowsHere = 3, kValuesHere = 4, kStateHere = 5,
+                       kRowsUsed = 6, kEvents = 7;
+  static __device__ constexpr int warps_of(int event) {
+    constexpr int kWarps[] = {4, 1, kRotators / 32, kStagers / 32, kStagers / 32, 4, Ends ? 4 : 8};
+    return kWarps[event];
+  }
   static constexpr int kTable = padded(Table::kBytes, 16), kWeights = padded(sizeof(Weights), 16),
                        kGiven = padded(sizeof(Given), 16), kNorms = O::kNorm && !Ends ? 4 * kRows * 4 : 0;
   static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Keys::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
@@ -71,10 +78,10 @@ struct PipelineShape {
                        kScoresAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
                        kTableAt = kScoresAt + (Ends ? 0 : Scores::kBytes), kNormsAt = kTableAt + 2 * kTable,
                        kWeightsAt = kNormsAt + kNorms, kGivenAt = kWeightsAt + 4 * kWeights,
-                       kValueWeightsAt = kGivenAt + 2 * kGiven,
+                       kValueWeightsAt = kGivenAt + 4 * kGiven,
                        kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4 + 256, 16),
-                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kRowsHereAt = kBadAt + 4 * padded(kTokens * 4, 16),
-                       kBytes = kRowsHereAt + 16;
+                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBad = padded(4 * (kTokens + 1), 16),
+                       kEventsAt = kBadAt + 4 * kBad, kBytes = kEventsAt + 2 * kEvents * 8;
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
 
@@ -116,16 +123,27 @@ struct Pipeline {
     return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
   }
   __device__ __forceinline__ typename H::Given& given(int turn) const {
-    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 2 * H::kGiven);
+    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 4 * H::kGiven);
   }
+  // Which tokens of a chunk have rotations that are not finite, and whether any has.
   __device__ __forceinline__ int* bad(int turn) const {
-    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * padded(kTokens * 4, 16));
+    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * H::kBad);
   }
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
   // What values are multiplied by, [rank][head_dim].
   __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
-  // The barrier that those who stage keys and queries arrive at, a warp at a time.
-  __device__ __forceinline__ unsigned rows_here() const { return shared_address(memory + H::kRowsHereAt); }
+  __device__ __forceinline__ unsigned event(int which, int turn) const {
+    return shared_address(memory + H::kEventsAt) + (2 * which + turn % 2) * 8;
+  }
+  // A warp has done its part of an event of this turn, and whoever waits for the event sees what it wrote.
+  __device__ __forceinline__ void happened(int which, int turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(event(which, turn));
+  }
+  // Waits for the event of the turn before. Nobody is more than one turn ahead of those who wait for him.
+  __device__ __forceinline__ void wait_for(int which, int turn) const {
+    barrier_wait(event(which, turn + 1), (turn + 3) / 2 % 2);
+  }
   // Parts of sums of squares, [warp][row].
   __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
 
@@ -152,23 +170,9 @@ struct Pipeline {
     return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
   }
 
-  // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN, and all of the state after
-  // them. lose: what else then is to be done.
-  template <class Lose>
-  __device__ __forceinline__ void pass(bool found, int turn, Lose lose) const {
-    if (__syncthreads_or(found)) {
-      for (int which = turn + 1; which <= turn + 2; ++which) {
-        const int c = threadIdx.x;
-        if (c < kTokens && bad(which)[c]) {
-          typename H::Weights& w = weights(which);
-          w.gamma[c] = w.f[c] = w.kept[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
-          bad(which)[c] = 0;
-        }
-      }
-      __syncthreads();
-      lose();
-      __syncthreads();
-    }
+  // A token with a number that is not finite: its weights become NaN, and all of the state after it.
+  __device__ __forceinline__ void spoil(typename H::Weights& w, int c) const {
+    w.gamma[c] = w.f[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
   }
 
   // ---- rotations, by the warpgroups that PipelineShape says ----
@@ -185,10 +189,12 @@ struct Pipeline {
   }
 
   // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
-  // sequence, first writes its final angles. Whether a number was found that is not finite.
+  // sequence, first writes its final angles.
   template <class All>
-  __device__ __forceinline__ bool make_rotations(Walk& walk, const All& all) const {
+  __device__ __forceinline__ void make_rotations(Walk& walk, const All& all) const {
     const int turn = all.turn;
+    wait_for(H::kGivenHere, turn);
+    wait_for(H::kRowsHere, turn);
     const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
     bool found = false;
     if constexpr (O::kFinalState && !H::kEnds) {
@@ -207,11 +213,11 @@ struct Pipeline {
     } else if (later.count > 0) {
       walk.load(later.count);
     }
-    return found;
-  }
-
-  __device__ __forceinline__ void lose(const Walk& walk, const Chunk& chunk) const {
-    if (chunk.count > 0) walk.lose(angles_of(chunk.t), in.dt + schedule(chunk.t), chunk.count, lost());
+    if (__any_sync(~0u, found)) {
+      bad(turn + 2)[kTokens] = 1;
+      walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
+    }
+    happened(H::kTableHere, turn);
   }
 
   __device__ __forceinline__ void write_end(const Walk& walk) const {
@@ -222,9 +228,12 @@ struct Pipeline {
   template <class All>
   __device__ __forceinline__ void make_weights(const All& all) const {
     const Chunk after = all.after();
-    if (after.count == 0) return;
-    const bool more = after.t + after.count < after.end;
-    make_schedule<false>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
+    wait_for(H::kGivenHere, all.turn);
+    if (after.count > 0) {
+      const bool more = after.t + after.count < after.end;
+      make_schedule<false>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
+    }
+    happened(H::kScheduleHere, all.turn);
   }
 
   // ---- warpgroup 0 ----
@@ -333,30 +342,30 @@ struct Pipeline {
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now();
-      float o[32];
-      if constexpr (!H::kEnds) start_output(o, turn);  // products of no chunk are harmless
-      bool found = false;
-      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
+      const Chunk next = all.next(), now = all.now();
+      if constexpr (H::rotates(0)) make_rotations(walk, all);
       if constexpr (!H::kEnds) {
-        float by[32];
+        float o[32], by[32];
+        wait_for(H::kStateHere, turn);
+        wait_for(H::kValuesHere, turn);
+        start_output(o, turn);  // products of no chunk are harmless
         finish_products(m, o, turn, skip);
         output.make_gates(by);  // while the last product runs
         if (next.count > 0) output.load(next.count);
         wgmma_wait<0>();
         pin(o);
         if constexpr (O::kNorm) normalize(o, norm_eps);
-        // The next chunk's scores: they take until all have what else they do in a turn.
-        barrier_wait(rows_here(), turn % 2);
+        wait_for(H::kRowsHere, turn + 1);
+        happened(H::kRowsUsed, turn);
         start_scores(m, turn + 1);
         if (now.count > 0) output.store(now.count, o, by);
-        if (threadIdx.x < 32) make_weights(all);
+        named_barrier(2, 128);  // the weighted scores have been read
+      }
+      if (threadIdx.x < 32) make_weights(all);
+      if constexpr (!H::kEnds) {
         wgmma_wait<0>();
         pin(m);
       }
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(0)) lose(walk, after);
-      });
     }
     if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
   }
@@ -420,8 +429,10 @@ struct Pipeline {
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now();
+      const Chunk next = all.next(), now = all.now();
       bring(all.later());
+      wait_for(H::kRowsHere, turn);
+      wait_for(H::kValuesHere, turn);
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -440,10 +451,10 @@ struct Pipeline {
                                                             true);
       }
       wgmma_commit();
-      bool found = false;
-      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
+      if constexpr (H::rotates(1)) make_rotations(walk, all);
       wgmma_wait<0>();
       pin(s);
+      happened(H::kRowsUsed, turn);
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
           const long long end = head() * pieces + place.segment;
@@ -459,10 +470,11 @@ struct Pipeline {
       if ((O::kPacked || O::kInitialState) && next.begins()) {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
-      if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(1)) lose(walk, after);
-      });
+      if constexpr (!H::kEnds) {
+        wait_for(H::kRowsUsed, turn);
+        if (next.count > 0) store_state(s, keys(turn + 1));
+        happened(H::kStateHere, turn);
+      }
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
   }
@@ -470,7 +482,7 @@ struct Pipeline {
   // ---- warpgroups 2 and 3 ----
 
   // Of the next chunk, and of the final state.
-  __device__ __forceinline__ bool store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
+  __device__ __forceinline__ void store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
     if constexpr (O::kFinalState && !H::kEnds) {
       if (next.ends()) {
         for (int p = threadIdx.x % H::kStagers; p < S::kHeadDim; p += H::kStagers) {
@@ -478,7 +490,20 @@ struct Pipeline {
         }
       }
     }
-    return stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+    typename H::Weights& w = weights(turn + 1);
+    stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), w.kept, [&](int c) { spoil(w, c); });
+  }
+
+  // Of tokens whose rotations are not finite, by a warp.
+  __device__ __forceinline__ void spoil_marked(int turn) const {
+    int* marks = bad(turn);
+    if (marks[kTokens] == 0) return;
+    for (int c = threadIdx.x % 32; c < kTokens; c += 32) {
+      if (marks[c]) spoil(weights(turn), c);
+      marks[c] = 0;
+    }
+    __syncwarp();
+    marks[kTokens] = 0;
   }
 
   __device__ __forceinline__ void stage() const {
@@ -495,7 +520,8 @@ struct Pipeline {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
-      bool found = false;
+      wait_for(H::kTableHere, turn);
+      wait_for(H::kRowsUsed, turn);
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
         rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
@@ -503,20 +529,21 @@ struct Pipeline {
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      if constexpr (!H::kEnds) {
-        fence_async_proxy();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(rows_here());
-      }
-      if (next.count > 0) found = store_values(value_stage, next, turn);
-      if (H::kEnds && second && thread < 32) make_weights(all);
-      if (second) wait_for_copies();
       fence_async_proxy();
+      happened(H::kRowsHere, turn);
+      wait_for(H::kScheduleHere, turn);
+      if (next.count > 0) store_values(value_stage, next, turn);
+      if (second && thread < 32) spoil_marked(turn + 1);
+      fence_async_proxy();
+      happened(H::kValuesHere, turn);
+      if (second) {
+        wait_for_copies();
+        happened(H::kGivenHere, turn);
+      }
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
         value_stage.load(after.count);
         rows.begin(after.count);
       }
-      pass(found, turn, [] {});
     }
   }
 
@@ -526,10 +553,7 @@ struct Pipeline {
     Walk walk(angles_of(start));
     begin(walk);
     __syncthreads();
-    for (auto all = chunks(); all.any(); all.pass()) {
-      const Chunk after = all.after();
-      pass(make_rotations(walk, all), all.turn, [&] { lose(walk, after); });
-    }
+    for (auto all = chunks(); all.any(); all.pass()) make_rotations(walk, all);
   }
 };
 
@@ -583,7 +607,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
   if (threadIdx.x == 0) {
-    barrier_init(block.rows_here(), H::kStagers / 32);
+    for (int i = 0; i < 2 * H::kEvents; ++i) barrier_init(block.event(i / 2, i), H::warps_of(i / 2));
     fence_barrier_init();
   }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
@@ -593,7 +617,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) take_registers<144>();
+    if constexpr (Groups == 5) take_registers<152>();
     if constexpr (Groups == 4 && !Ends) take_registers<152>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
@@ -606,7 +630,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
     block.stage();
   } else {
     if constexpr (Groups == 5) {
-      give_registers<64>();
+      give_registers<56>();
       block.rotate();
     }
   }

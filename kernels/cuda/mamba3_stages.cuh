@@ -156,14 +156,14 @@ struct ValueStage {
     from += (long long)count * (S::kHeads * S::kHeadDim);
   }
   // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
-  // that are not finite become zero, and mark their token in `bad`; then the result is true.
-  __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
-                                        const float* mimo_v, const float* kept, int* bad) {
+  // that are not finite become zero; then spoil(token) is called.
+  template <class Spoil>
+  __device__ __forceinline__ void store(const typename H::Values& values, const typename H::Values& kept_values,
+                                        const float* mimo_v, const float* kept, Spoil spoil) {
     const unsigned base = values.address(first_row(), column() / 16 * 16) + column() % 16;
     const unsigned apart = kept_values.base - values.base;
     float weights[8];
     if constexpr (kWeighted) load_values(weights, mimo_v + rank() * S::kHeadDim + column());
-    bool found = false;
 #pragma unroll 1
     for (int pair = 0; pair < kOwn / 2; ++pair, raw[0] = raw[kOwn - 2], raw[1] = raw[kOwn - 1]) {
 #pragma unroll
@@ -187,8 +187,7 @@ struct ValueStage {
         if ((probe & 0x7fff7fffu) != 0) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) words[e] = kept_words[e] = 0;
-          bad[token(own)] = 1;
-          found = true;
+          spoil(token(own));
         }
         // The next piece's address differs in one bit.
         const unsigned at = base + own * kApart * 128, next = at ^ 16;
@@ -197,7 +196,6 @@ struct ValueStage {
         store_shared(next + apart, kept_words[2], kept_words[3]);
       }
     }
-    return found;
   }
 };
 
