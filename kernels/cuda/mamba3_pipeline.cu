@@ -47,8 +47,8 @@ struct PipelineShape {
   static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
-  static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
-  static __device__ constexpr bool rotates(int group) { return group == 1 || group == 4 || (group == 0 && Ends); }
+  static constexpr int kRotators = Ends ? 256 : 128;
+  static __device__ constexpr bool rotates(int group) { return group == (Groups == 5 ? 4 : 1) || (group == 0 && Ends); }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
                        kLeastParts = kSpans > kRotators / 32 ? kSpans : kRotators / 32;
   static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;                   // see `PhaseWalk`
@@ -350,18 +350,17 @@ struct Pipeline {
         wait_for(H::kValuesHere, turn);
         start_output(o, turn);  // products of no chunk are harmless
         finish_products(m, o, turn, skip);
-        output.make_gates(by);  // while the last product runs
-        if (next.count > 0) output.load(next.count);
-        wgmma_wait<0>();
-        pin(o);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
         wait_for(H::kRowsHere, turn + 1);
-        happened(H::kRowsUsed, turn);
         start_scores(m, turn + 1);
+        output.make_gates(by);  // while the last products run
+        if (next.count > 0) output.load(next.count);
+        wgmma_wait<1>();
+        pin(o);
+        happened(H::kRowsUsed, turn);
+        if constexpr (O::kNorm) normalize(o, norm_eps);
         if (now.count > 0) output.store(now.count, o, by);
         named_barrier(2, 128);  // the weighted scores have been read
       }
-      if (threadIdx.x < 32) make_weights(all);
       if constexpr (!H::kEnds) {
         wgmma_wait<0>();
         pin(m);
@@ -475,6 +474,7 @@ struct Pipeline {
         if (next.count > 0) store_state(s, keys(turn + 1));
         happened(H::kStateHere, turn);
       }
+      if (H::kThreads == 640 && threadIdx.x % 128 < 32) make_weights(all);
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
   }
@@ -536,6 +536,7 @@ struct Pipeline {
       if (second && thread < 32) spoil_marked(turn + 1);
       fence_async_proxy();
       happened(H::kValuesHere, turn);
+      if (H::kThreads == 512 && !second && thread < 32) make_weights(all);
       if (second) {
         wait_for_copies();
         happened(H::kGivenHere, turn);
@@ -617,20 +618,20 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) take_registers<152>();
+    if constexpr (Groups == 5) take_registers<144>();
     if constexpr (Groups == 4 && !Ends) take_registers<152>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
-    if constexpr (Groups == 5) take_registers<112>();
+    if constexpr (Groups == 5) take_registers<96>();
     block.walk_state();
   } else if (role < 4) {
-    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 5) give_registers<88>();
     if constexpr (Groups == 4 && !Ends) give_registers<112>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {
-      give_registers<56>();
+      give_registers<64>();
       block.rotate();
     }
   }

@@ -315,7 +315,9 @@ struct PhaseWalk {
         }
       }
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) steps[i] = turns_of_step(given[i], steps[i]);
+      for (int i = 0; i < kSpan; ++i) {
+        steps[i] = S::kExact ? turns_of_step(given[i], steps[i]) : turns_of_step_fast(given[i], steps[i]);
+      }
       unsigned sums[kSpan], sum = 0;
       bool finite = true;
 #pragma unroll
