@@ -31,12 +31,6 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
   return (descriptor & 0xffffffff00000000ull) | low;
 }
 
-// A descriptor in registers that the warp has in common, where products want it: what is added to it stays there, while
-// one of a thread's own registers is moved there word by word for each product.
-__device__ __forceinline__ unsigned long long common(unsigned long long descriptor) {
-  return descriptor & 0xffffffff00000000ull | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
-}
-
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
 template <class S_, int Tokens, int Groups, class O_, bool Ends>
 struct PipelineShape {
@@ -168,6 +162,14 @@ struct Pipeline {
   // The chunks of the block.
   __device__ __forceinline__ Chunks<kTokens, O::kPacked> chunks() const {
     return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
+  }
+
+  // A descriptor in registers that the warp has in common, where products want it: what is added to it stays there,
+  // while one of a thread's own registers is moved there word by word for each product, and so are constants: hence the
+  // sign of a length, which is zero.
+  __device__ __forceinline__ unsigned long long common(unsigned long long descriptor) const {
+    const unsigned high = static_cast<unsigned>(descriptor >> 32) + (static_cast<unsigned>(seq) >> 31);
+    return static_cast<unsigned long long>(high) << 32 | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
   }
 
   // A token with a number that is not finite: its weights become NaN, and all of the state after it.
