@@ -21,7 +21,8 @@ __device__ __forceinline__ unsigned phase_of_radians(float angle) {
 // length.
 __device__ __forceinline__ float turns_of_step(float angle, float dt) { return 0.5f * tanhf(angle) * dt; }
 
-// The same by the hardware's exponential, within 2**-23 of dt and not systematically, as pi dt - 2 pi dt / (1 + exp(2 x)).
+// The same by the hardware's exponential, within 2**-23 of dt and not systematically, as pi dt - 2 pi dt / (1 + exp(2
+// x)).
 __device__ __forceinline__ float turns_of_step_fast(float angle, float dt) {
   return fmaf(-dt, rcp_fast(1.0f + exp2_fast(angle * 2.8853900817779268f)), 0.5f * dt);
 }

@@ -59,8 +59,8 @@ struct PipelineShape {
   using Given = GivenSchedule<kTokens>;
 
   // What happens once in a turn, see `Pipeline::happened`.
-  static constexpr int kGivenHere = 0, kScheduleHere = 1, kTableHere = 2, kRowsHere = 3, kValuesHere = 4, kStateHere = 5,
-                       kRowsUsed = 6, kEvents = 7;
+  static constexpr int kGivenHere = 0, kScheduleHere = 1, kTableHere = 2, kRowsHere = 3, kValuesHere = 4,
+                       kStateHere = 5, kRowsUsed = 6, kEvents = 7;
   static __device__ constexpr int warps_of(int event) {
     constexpr int kWarps[] = {4, 1, kRotators / 32, kStagers / 32, kStagers / 32, 4, Ends ? 4 : 8};
     return kWarps[event];
