@@ -1,16 +1,18 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
 // mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
-//   warpgroup 0      multiplies the chunk's queries with keys and state, then weighted scores with values, transposed:
-//                    rows are columns of the head; gates and folds the output
-//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; makes rotations of the second
-//                    next chunk
-//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; make the schedule of the second next
-//                    chunk
-//   warpgroup 4      makes rotations with 1
-// All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
-// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
-// time. To the ends of segments the same block walks without queries and output.
+//   warpgroup 0      multiplies queries with the state, then the chunk's weighted scores with values, transposed: rows
+//                    are columns of the head; meanwhile makes the next chunk's scores; gates and folds the output
+//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; of four, makes rotations of the
+//                    second next chunk, of five its schedule
+//   warpgroups 2, 3  rotate keys and queries and expand values of the next chunk; of four, make the schedule of the
+//                    second next chunk
+//   warpgroup 4      makes rotations of the second next chunk
+// A turn is what a warpgroup does for a chunk. Each waits for those turns of others that it needs (see
+// `Pipeline::wait_for`), late in its own, so that they drift apart: where all met once per chunk, they asked for the
+// same units at the same time. What one hands to another lies in shared memory twice, schedules four times. Loops stay
+// rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the
+// ends of segments the same block walks without queries and output.
 //
 // Keys and queries are not looked at whether they are finite: weights that are zero for later tokens' keys are zeros
 // whatever the scores are, so that a NaN reaches its own token and, through the state, those after it.
@@ -40,7 +42,8 @@ struct PipelineShape {
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
   static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
-  // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
+  // Which warpgroup makes schedules, and which make rotations: their threads have all numbers modulo kRotators.
+  static constexpr int kScheduler = Groups == 5 ? 1 : 2;
   static constexpr int kRotators = Ends ? 256 : 128;
   static __device__ constexpr bool rotates(int group) { return group == (Groups == 5 ? 4 : 1) || (group == 0 && Ends); }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
@@ -476,7 +479,7 @@ struct Pipeline {
         if (next.count > 0) store_state(s, keys(turn + 1));
         happened(H::kStateHere, turn);
       }
-      if (H::kThreads == 640 && threadIdx.x % 128 < 32) make_weights(all);
+      if (H::kScheduler == 1 && threadIdx.x % 128 < 32) make_weights(all);
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
   }
@@ -538,7 +541,7 @@ struct Pipeline {
       if (second && thread < 32) spoil_marked(turn + 1);
       fence_async_proxy();
       happened(H::kValuesHere, turn);
-      if (H::kThreads == 512 && !second && thread < 32) make_weights(all);
+      if (H::kScheduler == 2 && !second && thread < 32) make_weights(all);
       if (second) {
         wait_for_copies();
         happened(H::kGivenHere, turn);
