@@ -496,7 +496,7 @@ struct Pipeline {
       }
     }
     typename H::Weights& w = weights(turn + 1);
-    stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), w.kept, [&](int c) { spoil(w, c); });
+    stage.store(values(turn + 1), kept_values(turn + 1), w.kept, [&](int c) { spoil(w, c); });
   }
 
   // Of tokens whose rotations are not finite, by a warp.
@@ -516,7 +516,7 @@ struct Pipeline {
     const int thread = threadIdx.x % 128;
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
-    ValueStage<H> value_stage(in.v + values_of(start));
+    ValueStage<H> value_stage(in.v + values_of(start), in.mimo_v + parameter_row() * (S::kRank * S::kHeadDim));
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -624,15 +624,15 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     if constexpr (Groups == 5) take_registers<144>();
-    if constexpr (Groups == 4 && !Ends) take_registers<152>();
+    if constexpr (Groups == 4 && !Ends) take_registers<144>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<96>();
+    if constexpr (Groups == 4 && !Ends) give_registers<112>();
     block.walk_state();
   } else if (role < 4) {
     if constexpr (Groups == 5) give_registers<88>();
-    if constexpr (Groups == 4 && !Ends) give_registers<112>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {
