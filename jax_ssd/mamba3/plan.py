@@ -22,7 +22,6 @@ LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
 LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
 PIPELINE_STATES = (64, 128)
 PIPELINE_ROWS, PIPELINE_RANK = 64, 16
-PIPELINE_EVENTS = 7  # of a turn, each with two barriers
 TURNS_AROUND = 3  # chunks that a block of the pipeline is under way before the first and after the last
 ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
@@ -206,9 +205,9 @@ def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
     table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
     parameters = p.rank * p.head_dim + 64
     norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
-    words = (table, table, norms, *[weights] * 4, *[given] * 4, parameters, p.pairs, *[tokens + 1] * 4)
-    tiles = 2 * (rows + values) + (0 if ends else 2 * (2 * rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS))
-    return tiles + sum(_up(4 * count, 16) for count in words) + 2 * 8 * PIPELINE_EVENTS
+    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens + 1] * 4)
+    tiles = 2 * (rows + values) * (1 if ends else 2) + (0 if ends else _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS))
+    return tiles + sum(_up(4 * count, 16) for count in words) + 16
 
 
 class _Forward:

@@ -1,18 +1,17 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
 // mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
-//   warpgroup 0      multiplies queries with the state, then the chunk's weighted scores with values, transposed: rows
-//                    are columns of the head; meanwhile makes the next chunk's scores; gates and folds the output
-//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; of four, makes rotations of the
-//                    second next chunk, of five its schedule
-//   warpgroups 2, 3  rotate keys and queries and expand values of the next chunk; of four, make the schedule of the
+//   warpgroup 0      multiplies queries with keys and weighs these scores; of four, makes rotations of the second next
+//                    chunk, of five its schedule
+//   warpgroup 1      has the state: multiplies it with queries, then values with weighted scores, transposed: rows are
+//                    columns of the head; gates and folds the output; S = exp(a_last) S + (kept V)' K
+//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; of four, make the schedule of the
 //                    second next chunk
 //   warpgroup 4      makes rotations of the second next chunk
-// A turn is what a warpgroup does for a chunk. Each waits for those turns of others that it needs (see
-// `Pipeline::wait_for`), late in its own, so that they drift apart: where all met once per chunk, they asked for the
-// same units at the same time. What one hands to another lies in shared memory twice, schedules four times. Loops stay
-// rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the
-// ends of segments the same block walks without queries and output.
+// All meet once per chunk, at a barrier; warpgroup 1 waits for scores as well. What one hands to another in the next
+// turn lies in shared memory twice, schedules four times. Shared memory is what limits: the state stays in registers.
+// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
+// time. To the ends of segments the same block walks without queries and output.
 //
 // Keys and queries are not looked at whether they are finite: weights that are zero for later tokens' keys are zeros
 // whatever the scores are, so that a NaN reaches its own token and, through the state, those after it.
@@ -43,9 +42,9 @@ struct PipelineShape {
   static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
   // Which warpgroup makes schedules, and which make rotations: their threads have all numbers modulo kRotators.
-  static constexpr int kScheduler = Groups == 5 ? 1 : 2;
+  static constexpr int kScheduler = Groups == 5 ? 0 : 2;
   static constexpr int kRotators = Ends ? 256 : 128;
-  static __device__ constexpr bool rotates(int group) { return group == (Groups == 5 ? 4 : 1) || (group == 0 && Ends); }
+  static __device__ constexpr bool rotates(int group) { return group == (Groups == 5 ? 4 : 0) || (group == 1 && Ends); }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
                        kLeastParts = kSpans > kRotators / 32 ? kSpans : kRotators / 32;
   static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;                   // see `PhaseWalk`
@@ -55,19 +54,11 @@ struct PipelineShape {
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
   using Scores = Matrix<__nv_bfloat16, kRows, kRows>;
-  // Keys, and below them the state that goes with them.
-  using Keys = Matrix<__nv_bfloat16, kRows + (Ends ? 0 : kColumns), S::kState>;
+  using Keys = Queries;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
 
-  // What happens once in a turn, see `Pipeline::happened`.
-  static constexpr int kGivenHere = 0, kScheduleHere = 1, kTableHere = 2, kRowsHere = 3, kValuesHere = 4,
-                       kStateHere = 5, kRowsUsed = 6, kEvents = 7;
-  static __device__ constexpr int warps_of(int event) {
-    constexpr int kWarps[] = {4, 1, kRotators / 32, kStagers / 32, kStagers / 32, 4, Ends ? 4 : 8};
-    return kWarps[event];
-  }
   static constexpr int kTable = padded(Table::kBytes, 16), kWeights = padded(sizeof(Weights), 16),
                        kGiven = padded(sizeof(Given), 16), kNorms = O::kNorm && !Ends ? 4 * kRows * 4 : 0;
   static constexpr int kKeysAt = 0, kKeptAt = kKeysAt + 2 * Keys::kBytes, kValuesAt = kKeptAt + 2 * Values::kBytes,
@@ -75,10 +66,10 @@ struct PipelineShape {
                        kScoresAt = kQueriesAt + (Ends ? 0 : 2 * Queries::kBytes),
                        kTableAt = kScoresAt + (Ends ? 0 : Scores::kBytes), kNormsAt = kTableAt + 2 * kTable,
                        kWeightsAt = kNormsAt + kNorms, kGivenAt = kWeightsAt + 4 * kWeights,
-                       kValueWeightsAt = kGivenAt + 4 * kGiven,
+                       kValueWeightsAt = kGivenAt + 2 * kGiven,
                        kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4 + 256, 16),
                        kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBad = padded(4 * (kTokens + 1), 16),
-                       kEventsAt = kBadAt + 4 * kBad, kBytes = kEventsAt + 2 * kEvents * 8;
+                       kScoresHereAt = kBadAt + 4 * kBad, kBytes = kScoresHereAt + 16;
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
 
@@ -113,6 +104,8 @@ struct Pipeline {
   __device__ __forceinline__ typename H::Values kept_values(int turn) const {
     return ring<typename H::Values>(H::kKeptAt, turn);
   }
+  // Weighted.
+  __device__ __forceinline__ typename H::Scores scores() const { return typename H::Scores(memory + H::kScoresAt); }
   __device__ __forceinline__ typename H::Table table(int turn) const {
     return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
   }
@@ -120,7 +113,7 @@ struct Pipeline {
     return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
   }
   __device__ __forceinline__ typename H::Given& given(int turn) const {
-    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 4 * H::kGiven);
+    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 2 * H::kGiven);
   }
   // Which tokens of a chunk have rotations that are not finite, and whether any has.
   __device__ __forceinline__ int* bad(int turn) const {
@@ -129,18 +122,8 @@ struct Pipeline {
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
   // What values are multiplied by, [rank][head_dim].
   __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
-  __device__ __forceinline__ unsigned event(int which, int turn) const {
-    return shared_address(memory + H::kEventsAt) + (2 * which + turn % 2) * 8;
-  }
-  // A warp has done its part of an event of this turn, and whoever waits for the event sees what it wrote.
-  __device__ __forceinline__ void happened(int which, int turn) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(event(which, turn));
-  }
-  // Waits for the event of the turn before. Nobody is more than one turn ahead of those who wait for him.
-  __device__ __forceinline__ void wait_for(int which, int turn) const {
-    barrier_wait(event(which, turn + 1), (turn + 3) / 2 % 2);
-  }
+  // The barrier at which scores of a turn are there, a warp's at a time.
+  __device__ __forceinline__ unsigned scores_here() const { return shared_address(memory + H::kScoresHereAt); }
   // Parts of sums of squares, [warp][row].
   __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
 
@@ -198,8 +181,6 @@ struct Pipeline {
   template <class All>
   __device__ __forceinline__ void make_rotations(Walk& walk, const All& all) const {
     const int turn = all.turn;
-    wait_for(H::kGivenHere, turn);
-    wait_for(H::kRowsHere, turn);
     const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
     bool found = false;
     if constexpr (O::kFinalState && !H::kEnds) {
@@ -222,7 +203,6 @@ struct Pipeline {
       bad(turn + 2)[kTokens] = 1;
       walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
     }
-    happened(H::kTableHere, turn);
   }
 
   __device__ __forceinline__ void write_end(const Walk& walk) const {
@@ -233,12 +213,10 @@ struct Pipeline {
   template <class All>
   __device__ __forceinline__ void make_weights(const All& all) const {
     const Chunk after = all.after();
-    wait_for(H::kGivenHere, all.turn);
     if (after.count > 0) {
       const bool more = after.t + after.count < after.end;
       make_schedule<false>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
     }
-    happened(H::kScheduleHere, all.turn);
   }
 
   // ---- warpgroup 0 ----
@@ -288,88 +266,35 @@ struct Pipeline {
     wgmma_commit();
   }
 
-  // Transposed, the part of the output that comes from the state.
-  __device__ __forceinline__ void start_output(float (&o)[32], int turn) const {
-    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < S::kState; n += 16) {
-      Wgmma<Value, 64>::shared(o, moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2 + H::kRows * 128),
-                               moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2), n > 0);
-    }
-    wgmma_commit();
-  }
-
-  // Values with weighted scores, which go through shared memory, and the state's part decayed.
-  __device__ __forceinline__ void finish_products(float (&m)[32], float (&o)[32], int turn, float skip) const {
-    using Order = RowOrder<S::kRank>;
+  __device__ __forceinline__ void make_scores(float skip) const {
     const int thread = threadIdx.x % 128;
-    const typename H::Scores scores(memory + H::kScoresAt);
-    const unsigned base = scores.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
-    unsigned words[16];
-    weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      const unsigned tiles[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
-      store_tiles(base ^ i * 8, tiles);
-    }
-    fence_async_proxy();
-    named_barrier(2, 128);
-    float decays_of[Order::kOwn], next = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, next);
-    wgmma_wait<0>();
-    pin(o);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
-    pin(o);
-    const auto v_columns = common(column_descriptor(values(turn).base, 0)),
-               m_rows = common(row_descriptor(scores.base));
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
-    }
-    wgmma_commit();
-  }
-
-  __device__ __forceinline__ void make_output(Value* y, const float* mimo_o, const float* mimo_z,
-                                              const float* norm_weight, float skip, float norm_eps) const {
-    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
-    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
-    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim,
-                          mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(0)) begin(walk);
-    float m[32];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) m[i] = 0.0f;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk next = all.next(), now = all.now();
-      if constexpr (H::rotates(0)) make_rotations(walk, all);
       if constexpr (!H::kEnds) {
-        float o[32], by[32];
-        wait_for(H::kStateHere, turn);
-        wait_for(H::kValuesHere, turn);
-        start_output(o, turn);  // products of no chunk are harmless
-        finish_products(m, o, turn, skip);
-        wait_for(H::kRowsHere, turn + 1);
-        start_scores(m, turn + 1);
-        output.make_gates(by);  // while the last products run
-        if (next.count > 0) output.load(next.count);
-        wgmma_wait<1>();
-        pin(o);
-        happened(H::kRowsUsed, turn);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
-        if (now.count > 0) output.store(now.count, o, by);
-        named_barrier(2, 128);  // the weighted scores have been read
-      }
-      if constexpr (!H::kEnds) {
+        float m[32];
+        start_scores(m, turn);  // products of no chunk are harmless
+        const typename H::Scores to = scores();
+        const unsigned base = to.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
+        unsigned words[16];
         wgmma_wait<0>();
         pin(m);
+        weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+          const unsigned tiles[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+          store_tiles(base ^ i * 8, tiles);
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(scores_here());
+        bring(all.later());
       }
+      if constexpr (H::rotates(0)) make_rotations(walk, all);
+      if (H::kScheduler == 0 && threadIdx.x < 32) make_weights(all);
+      __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
   }
@@ -394,19 +319,6 @@ struct Pipeline {
     }
   }
 
-  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
-    const unsigned base =
-        to.address(H::kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; i += 8) {
-      unsigned words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
-    }
-    fence_async_proxy();
-  }
-
   // Brings keys, queries and values of a chunk, whose rows are loaded at the end of the next turn, to the L2 cache:
   // those who stage wait for them as soon as a turn begins.
   __device__ __forceinline__ void bring(const Chunk& chunk) const {
@@ -420,13 +332,52 @@ struct Pipeline {
     if (thread < chunk.count) prefetch(in.v + values_of(chunk.t) + thread * kValue);
   }
 
-  __device__ __forceinline__ void walk_state() const {
+  // Transposed, the part of the output that comes from the state, which is in accumulators.
+  __device__ __forceinline__ void start_output(float (&o)[32], const unsigned (&words)[H::kSizeState / 8][4],
+                                               int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base));
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::registers(o, words[n / 16], moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                                  n > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Values with weighted scores, and the state's part decayed.
+  __device__ __forceinline__ void finish_output(float (&o)[32], int turn) const {
+    using Order = RowOrder<S::kRank>;
+    float decays_of[Order::kOwn], next = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, next);
+    wgmma_wait<1>();
+    pin(o);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
+    pin(o);
+    const auto v_columns = common(column_descriptor(values(turn).base, 0)),
+               m_rows = common(row_descriptor(scores().base));
+    barrier_wait(scores_here(), turn % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void walk_state(Value* y, const float* mimo_o, const float* mimo_z,
+                                             const float* norm_weight, float norm_eps) const {
+    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
     float s[H::kSizeState];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
     if constexpr (!H::kEnds) {
       if (start != place.first) sum_segments(s);
     }
+    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim,
+                          mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(1)) begin(walk);
     double decay = 0.0;
@@ -434,9 +385,14 @@ struct Pipeline {
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk next = all.next(), now = all.now();
-      bring(all.later());
-      wait_for(H::kRowsHere, turn);
-      wait_for(H::kValuesHere, turn);
+      if constexpr (H::kEnds) bring(all.later());
+      float o[32];
+      unsigned words[H::kSizeState / 8][4];
+      if constexpr (!H::kEnds) {
+#pragma unroll
+        for (int i = 0; i < H::kSizeState; i += 2) words[i / 8][i / 2 % 4] = bfloat16_pair(s[i], s[i + 1]);
+        pin(words);
+      }
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -449,6 +405,7 @@ struct Pipeline {
       const auto k_columns = common(column_descriptor(keys(turn).base, H::Keys::kPanelBytes));
       pin(s);
       wgmma_fence();
+      if constexpr (!H::kEnds) start_output(o, words, turn);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Wgmma<Value, H::kHeld>::template shared<true, true>(s, moved(v_columns, i * 2048), moved(k_columns, i * 2048),
@@ -456,9 +413,20 @@ struct Pipeline {
       }
       wgmma_commit();
       if constexpr (H::rotates(1)) make_rotations(walk, all);
+      float by[32];
+      if constexpr (!H::kEnds) {
+        finish_output(o, turn);
+        pin(words);
+        output.make_gates(by);
+        if (next.count > 0) output.load(next.count);
+      }
       wgmma_wait<0>();
       pin(s);
-      happened(H::kRowsUsed, turn);
+      if constexpr (!H::kEnds) {
+        pin(o);
+        if constexpr (O::kNorm) normalize(o, norm_eps);
+        if (now.count > 0) output.store(now.count, o, by);
+      }
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
           const long long end = head() * pieces + place.segment;
@@ -474,12 +442,7 @@ struct Pipeline {
       if ((O::kPacked || O::kInitialState) && next.begins()) {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
-      if constexpr (!H::kEnds) {
-        wait_for(H::kRowsUsed, turn);
-        if (next.count > 0) store_state(s, keys(turn + 1));
-        happened(H::kStateHere, turn);
-      }
-      if (H::kScheduler == 1 && threadIdx.x % 128 < 32) make_weights(all);
+      __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
   }
@@ -525,8 +488,8 @@ struct Pipeline {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
-      wait_for(H::kTableHere, turn);
-      wait_for(H::kRowsUsed, turn);
+      if (next.count > 0) store_values(value_stage, next, turn);
+      if (second && thread < 32) spoil_marked(turn + 1);
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
         rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
@@ -534,22 +497,14 @@ struct Pipeline {
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      fence_async_proxy();
-      happened(H::kRowsHere, turn);
-      wait_for(H::kScheduleHere, turn);
-      if (next.count > 0) store_values(value_stage, next, turn);
-      if (second && thread < 32) spoil_marked(turn + 1);
-      fence_async_proxy();
-      happened(H::kValuesHere, turn);
       if (H::kScheduler == 2 && !second && thread < 32) make_weights(all);
-      if (second) {
-        wait_for_copies();
-        happened(H::kGivenHere, turn);
-      }
+      if (second) wait_for_copies();
+      fence_async_proxy();
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
         value_stage.load(after.count);
         rows.begin(after.count);
       }
+      __syncthreads();
     }
   }
 
@@ -559,7 +514,10 @@ struct Pipeline {
     Walk walk(angles_of(start));
     begin(walk);
     __syncthreads();
-    for (auto all = chunks(); all.any(); all.pass()) make_rotations(walk, all);
+    for (auto all = chunks(); all.any(); all.pass()) {
+      make_rotations(walk, all);
+      __syncthreads();
+    }
   }
 };
 
@@ -613,7 +571,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * H::kEvents; ++i) barrier_init(block.event(i / 2, i), H::warps_of(i / 2));
+    barrier_init(block.scores_here(), 4);
     fence_barrier_init();
   }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
@@ -623,16 +581,17 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) take_registers<144>();
-    if constexpr (Groups == 4 && !Ends) take_registers<144>();
+    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 4 && !Ends) give_registers<96>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
-    block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
+    block.make_scores(skip);
   } else if (role == 1) {
-    if constexpr (Groups == 5) take_registers<96>();
-    if constexpr (Groups == 4 && !Ends) give_registers<112>();
-    block.walk_state();
+    if constexpr (Groups == 5) take_registers<176>();
+    if constexpr (Groups == 4 && !Ends) take_registers<176>();
+    block.walk_state(y, mimo_o, mimo_z, norm_weight, norm_eps);
   } else if (role < 4) {
-    if constexpr (Groups == 5) give_registers<88>();
+    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 4 && !Ends) give_registers<120>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {
