@@ -1,17 +1,17 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
 // mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
-//   warpgroup 0      multiplies queries with keys and weighs these scores; of four, makes rotations of the second next
-//                    chunk, of five its schedule
-//   warpgroup 1      has the state: multiplies it with queries, then values with weighted scores, transposed: rows are
-//                    columns of the head; gates and folds the output; S = exp(a_last) S + (kept V)' K
-//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; of four, make the schedule of the
-//                    second next chunk
-//   warpgroup 4      makes rotations of the second next chunk
-// All meet once per chunk, at a barrier; warpgroup 1 waits for scores as well. What one hands to another in the next
-// turn lies in shared memory twice, schedules four times. Shared memory is what limits: the state stays in registers.
-// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
-// time. To the ends of segments the same block walks without queries and output.
+//   warpgroup 0      multiplies queries with keys and weighs these scores
+//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K
+//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; make the schedule of the second next
+//                    chunk
+// The output is queries multiplied with the state, then values with weighted scores, transposed: rows are columns of
+// the head; it is gated and folded. Of four warpgroups 1 makes it, for it has the state in registers, and 0 makes
+// rotations of the second next chunk. Of five 0 makes it, from a copy of the state, and 1 and 4 make rotations.
+// All meet once per chunk, at a barrier; who makes the output waits for scores as well. What one hands to another in
+// the next turn lies in shared memory twice, schedules four times. Shared memory is busiest. Loops stay rolled where
+// they can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the ends of
+// segments the same block walks without queries and output.
 //
 // Keys and queries are not looked at whether they are finite: weights that are zero for later tokens' keys are zeros
 // whatever the scores are, so that a NaN reaches its own token and, through the state, those after it.
@@ -41,10 +41,13 @@ struct PipelineShape {
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
   static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
-  // Which warpgroup makes schedules, and which make rotations: their threads have all numbers modulo kRotators.
-  static constexpr int kScheduler = Groups == 5 ? 0 : 2;
-  static constexpr int kRotators = Ends ? 256 : 128;
-  static __device__ constexpr bool rotates(int group) { return group == (Groups == 5 ? 4 : 0) || (group == 1 && Ends); }
+  // Does warpgroup 1 make the output, from the state in its registers?
+  static constexpr bool kHeldState = Groups == 4;
+  // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
+  static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
+  static __device__ constexpr bool rotates(int group) {
+    return group == 4 || (group == 0 && kHeldState) || (group == 1 && (!kHeldState || Ends));
+  }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
                        kLeastParts = kSpans > kRotators / 32 ? kSpans : kRotators / 32;
   static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;                   // see `PhaseWalk`
@@ -54,7 +57,8 @@ struct PipelineShape {
   using Queries = Matrix<__nv_bfloat16, kRows, S::kState>;
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
   using Scores = Matrix<__nv_bfloat16, kRows, kRows>;
-  using Keys = Queries;
+  // Keys, and below them the state that goes with them.
+  using Keys = Matrix<__nv_bfloat16, kRows + (Ends || kHeldState ? 0 : kColumns), S::kState>;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
@@ -219,7 +223,7 @@ struct Pipeline {
     }
   }
 
-  // ---- warpgroup 0 ----
+  // ---- scores and the output ----
 
   // Divides columns, outputs of a token and rank, by their root mean square. Four threads have two columns each, of the
   // other rows of 16 their neighbours and of the others other warps.
@@ -266,34 +270,108 @@ struct Pipeline {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void make_scores(float skip) const {
+  // Transposed, the part of the output that comes from the state, which lies below the keys.
+  __device__ __forceinline__ void start_output(float (&o)[32], int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::shared(o, moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2 + H::kRows * 128),
+                               moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2), n > 0);
+    }
+    wgmma_commit();
+  }
+  // The same from the state in accumulators, rounded to an operand.
+  __device__ __forceinline__ void start_output(float (&o)[32], const unsigned (&words)[H::kSizeState / 8][4],
+                                               int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base));
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::registers(o, words[n / 16], moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                                  n > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Scores weighted, to shared memory. Pending: products after them.
+  template <int Pending>
+  __device__ __forceinline__ void finish_scores(float (&m)[32], int turn, float skip) const {
     const int thread = threadIdx.x % 128;
+    const unsigned base = scores().address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
+    unsigned words[16];
+    wgmma_wait<Pending>();
+    pin(m);
+    weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const unsigned tiles[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+      store_tiles(base ^ i * 8, tiles);
+    }
+    fence_async_proxy();
+  }
+
+  __device__ __forceinline__ OutputStage<H> output_stage(Value* y, const float* mimo_o, const float* mimo_z,
+                                                         const float* norm_weight) const {
+    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    return {in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim, mimo_o + ranked,
+            mimo_z + ranked, norm_weight + row * S::kHeadDim};
+  }
+
+  // The state's part decayed, and values with weighted scores; the output. All products have ended then.
+  __device__ __forceinline__ void finish_output(OutputStage<H>& output, float (&o)[32], const Chunk& now,
+                                                const Chunk& next, int turn, float norm_eps) const {
+    using Order = RowOrder<S::kRank>;
+    float decays_of[Order::kOwn], by[32], following = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, following);
+    wgmma_wait<H::kHeldState ? 1 : 0>();
+    pin(o);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
+    pin(o);
+    const auto v_columns = common(column_descriptor(values(turn).base, 0)),
+               m_rows = common(row_descriptor(scores().base));
+    if constexpr (H::kHeldState) barrier_wait(scores_here(), turn % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
+    }
+    wgmma_commit();
+    output.make_gates(by);  // while the last product runs
+    if (next.count > 0) output.load(next.count);
+    wgmma_wait<0>();
+    pin(o);
+    if constexpr (O::kNorm) normalize(o, norm_eps);
+    if (now.count > 0) output.store(now.count, o, by);
+  }
+
+  // ---- warpgroup 0 ----
+
+  __device__ __forceinline__ void make_scores(Value* y, const float* mimo_o, const float* mimo_z,
+                                              const float* norm_weight, float skip, float norm_eps) const {
+    OutputStage<H> output = output_stage(y, mimo_o, mimo_z, norm_weight);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(0)) begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       if constexpr (!H::kEnds) {
-        float m[32];
+        float m[32], o[32];
         start_scores(m, turn);  // products of no chunk are harmless
-        const typename H::Scores to = scores();
-        const unsigned base = to.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
-        unsigned words[16];
-        wgmma_wait<0>();
-        pin(m);
-        weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
-#pragma unroll
-        for (int i = 0; i < 16; i += 4) {
-          const unsigned tiles[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
-          store_tiles(base ^ i * 8, tiles);
+        if constexpr (!H::kHeldState) start_output(o, turn);
+        finish_scores<H::kHeldState ? 0 : 1>(m, turn, skip);
+        if constexpr (H::kHeldState) {
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) barrier_arrive(scores_here());
+          bring(all.later());
+        } else {
+          named_barrier(2, 128);
+          finish_output(output, o, all.now(), all.next(), turn, norm_eps);
         }
-        fence_async_proxy();
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(scores_here());
-        bring(all.later());
       }
       if constexpr (H::rotates(0)) make_rotations(walk, all);
-      if (H::kScheduler == 0 && threadIdx.x < 32) make_weights(all);
       __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
@@ -332,52 +410,29 @@ struct Pipeline {
     if (thread < chunk.count) prefetch(in.v + values_of(chunk.t) + thread * kValue);
   }
 
-  // Transposed, the part of the output that comes from the state, which is in accumulators.
-  __device__ __forceinline__ void start_output(float (&o)[32], const unsigned (&words)[H::kSizeState / 8][4],
-                                               int turn) const {
-    const auto q_rows = common(row_descriptor(queries(turn).base));
+  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
+    const unsigned base =
+        to.address(H::kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
 #pragma unroll
-    for (int n = 0; n < S::kState; n += 16) {
-      Wgmma<Value, 64>::registers(o, words[n / 16], moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
-                                  n > 0);
+    for (int i = 0; i < H::kSizeState; i += 8) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
+      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
     }
-    wgmma_commit();
-  }
-
-  // Values with weighted scores, and the state's part decayed.
-  __device__ __forceinline__ void finish_output(float (&o)[32], int turn) const {
-    using Order = RowOrder<S::kRank>;
-    float decays_of[Order::kOwn], next = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, next);
-    wgmma_wait<1>();
-    pin(o);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
-    pin(o);
-    const auto v_columns = common(column_descriptor(values(turn).base, 0)),
-               m_rows = common(row_descriptor(scores().base));
-    barrier_wait(scores_here(), turn % 2);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
-    }
-    wgmma_commit();
+    fence_async_proxy();
   }
 
   __device__ __forceinline__ void walk_state(Value* y, const float* mimo_o, const float* mimo_z,
                                              const float* norm_weight, float norm_eps) const {
-    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
-    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    constexpr bool kOutput = H::kHeldState && !H::kEnds;
     float s[H::kSizeState];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
     if constexpr (!H::kEnds) {
       if (start != place.first) sum_segments(s);
     }
-    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim,
-                          mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
+    OutputStage<H> output = output_stage(y, mimo_o, mimo_z, norm_weight);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(1)) begin(walk);
     double decay = 0.0;
@@ -385,10 +440,10 @@ struct Pipeline {
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk next = all.next(), now = all.now();
-      if constexpr (H::kEnds) bring(all.later());
+      if constexpr (!kOutput) bring(all.later());
       float o[32];
       unsigned words[H::kSizeState / 8][4];
-      if constexpr (!H::kEnds) {
+      if constexpr (kOutput) {
 #pragma unroll
         for (int i = 0; i < H::kSizeState; i += 2) words[i / 8][i / 2 % 4] = bfloat16_pair(s[i], s[i + 1]);
         pin(words);
@@ -405,7 +460,7 @@ struct Pipeline {
       const auto k_columns = common(column_descriptor(keys(turn).base, H::Keys::kPanelBytes));
       pin(s);
       wgmma_fence();
-      if constexpr (!H::kEnds) start_output(o, words, turn);
+      if constexpr (kOutput) start_output(o, words, turn);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Wgmma<Value, H::kHeld>::template shared<true, true>(s, moved(v_columns, i * 2048), moved(k_columns, i * 2048),
@@ -413,20 +468,10 @@ struct Pipeline {
       }
       wgmma_commit();
       if constexpr (H::rotates(1)) make_rotations(walk, all);
-      float by[32];
-      if constexpr (!H::kEnds) {
-        finish_output(o, turn);
-        pin(words);
-        output.make_gates(by);
-        if (next.count > 0) output.load(next.count);
-      }
+      if constexpr (kOutput) finish_output(output, o, now, next, turn, norm_eps);
       wgmma_wait<0>();
       pin(s);
-      if constexpr (!H::kEnds) {
-        pin(o);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
-        if (now.count > 0) output.store(now.count, o, by);
-      }
+      if constexpr (kOutput) pin(words);
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
           const long long end = head() * pieces + place.segment;
@@ -442,6 +487,7 @@ struct Pipeline {
       if ((O::kPacked || O::kInitialState) && next.begins()) {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
+      if (!H::kEnds && !H::kHeldState && next.count > 0) store_state(s, keys(turn + 1));
       __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
@@ -497,7 +543,7 @@ struct Pipeline {
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      if (H::kScheduler == 2 && !second && thread < 32) make_weights(all);
+      if (!second && thread < 32) make_weights(all);
       if (second) wait_for_copies();
       fence_async_proxy();
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
@@ -581,16 +627,16 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
-    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 5) take_registers<128>();
     if constexpr (Groups == 4 && !Ends) give_registers<96>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
-    block.make_scores(skip);
+    block.make_scores(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
-    if constexpr (Groups == 5) take_registers<176>();
+    if constexpr (Groups == 5) take_registers<112>();
     if constexpr (Groups == 4 && !Ends) take_registers<176>();
     block.walk_state(y, mimo_o, mimo_z, norm_weight, norm_eps);
   } else if (role < 4) {
-    if constexpr (Groups == 5) give_registers<80>();
+    if constexpr (Groups == 5) give_registers<88>();
     if constexpr (Groups == 4 && !Ends) give_registers<120>();
     block.stage();
   } else {
