@@ -292,7 +292,9 @@ class _Forward:
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
         numbers = (p.seq, self.segments, self.segment_tokens, self.pieces, self.piece_tokens, p.sequences)
         arguments = self.arguments(FORWARD_NAMES, numbers, ScalarArg(p.norm_eps, "float32"))
-        return Launch(kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, teams, ends))
+        return Launch(
+            kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, teams, ends)
+        )
 
     def sizes(self) -> str:
         """The C++ type of the same name."""
