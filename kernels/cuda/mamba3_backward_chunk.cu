@@ -49,7 +49,7 @@ struct ChunkMemory {
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
-                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
+                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (9 * C::kRows + 16) * 4;
   // What phases get: see `turn_at`.
   static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
   static constexpr int kPhases = kTables + 2 * kTable, kBias = kPhases + kTurned,  // [side][warp][rank][column]
@@ -62,8 +62,8 @@ struct ChunkMemory {
   __device__ unsigned state_here() const { return at(kBarriers + 32); }
   __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
-  __device__ unsigned outputs_done() const { return at(kBarriers + 56); }
-  __device__ unsigned state_free() const { return at(kBarriers + 64); }
+  __device__ unsigned state_free() const { return at(kBarriers + 56); }
+  __device__ unsigned adjoint_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
   __device__ unsigned phases_here() const { return at(kBarriers + 80); }
   __device__ unsigned phases_free() const { return at(kBarriers + 88); }
@@ -74,13 +74,13 @@ struct ChunkMemory {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
   }
   __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
-  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of
-  // four warps; <T, s> and dO . V, of four warps.
+  // Sums: strict dM QK along a row, of two halves; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a
+  // column, of four warps; <T, s> and dO . V, of eight warps.
   __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
 };
 
 enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
-enum Sums { kAlong, kSame, kRead, kWritten, kDown, kCarried = 8 };
+enum Sums { kAlong, kSame = 2, kRead, kWritten, kDown, kCarried = 9 };
 
 // Where a block is.
 template <class C>
@@ -447,17 +447,17 @@ struct HeadSums {
       const float below =
           sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
       const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
-      e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+      e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
       weight[i] = below + row_of(kLeft, row) * out;
       diagonal[i] = sum_of(kSame, row);
       ends += leaving;
     }
-    const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
-    if (lane == 0) {
-      ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * (others[0] + others[1] + (others[2] + others[3]));
-      if (C::kSkip) {
-        place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
-      }
+    if (lane < 2) {
+      const float4* others = reinterpret_cast<const float4*>(memory.sums(buffer, kCarried)) + 2 * lane;
+      const float sum = others[0].x + others[0].y + (others[0].z + others[0].w) + others[1].x + others[1].y +
+                        (others[1].z + others[1].w);
+      if (lane == 0) ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * sum;
+      if (C::kSkip && lane == 1) place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(sum);
     }
     const long long head = place.head_token(in, h);
     if constexpr (C::kRank == 1) {
@@ -741,18 +741,18 @@ struct RowDots {
   static __device__ __forceinline__ bool here() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
   __device__ __forceinline__ float first() const { return threadIdx.x & 4 ? low[1] : low[0]; }
   __device__ __forceinline__ float second() const { return threadIdx.x & 4 ? high[3] : high[2]; }
-  __device__ __forceinline__ float sum() const { return warp_sum(here() ? first() + second() : 0.0f); }
+  __device__ __forceinline__ float own() const { return here() ? first() + second() : 0.0f; }
 };
 
-// Of the rows of two tiles of 16 * Steps columns.
+// Of the rows of two tiles, in 16 * Steps columns from the first-th 16 on.
 template <int Steps>
-__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other) {
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other, int first) {
   RowDots dots;
 #pragma unroll
   for (int k = 0; k < Steps; ++k) {
     unsigned rows[4];
-    load_tiles(rows, fragment_at(tile, k));
-    dots.add(rows, fragment_at(other, k));
+    load_tiles(rows, fragment_at(tile, first + k));
+    dots.add(rows, fragment_at(other, first + k));
   }
   return dots;
 }
@@ -934,106 +934,52 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
   own.store(record + C::kMimoZAt, make_float2(d_spread.x * fold.x, d_spread.y * fold.y));
 }
 
-// M and dM of the i-th head, to where both sides and the output read them.
+// Half of the columns of M and dM of the i-th head, to where both sides and the output read them.
 template <class C>
 __device__ __forceinline__ void make_products(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                              const ChunkMemory<C>& memory, int i) {
+                                              const ChunkMemory<C>& memory, int i, int part) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam, buffer = i % 2, h = place.head + i;
   const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                  v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
-  const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
+  const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM), further = part * (kPanel / 2);
   const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
-  float along[2] = {}, same[2] = {};
-  // By the same instructions twice: those of all roles are more than the cache of them holds.
-#pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
-    const unsigned further = part * (kPanel / 2);
-    float qk[16], ov[16];
-    wgmma_fence();
-    multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
-    multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(qk), pin(ov);
-    weigh<C>(qk, ov, along, same, memory, buffer, part);
-    if (part == 0 && i > 0) {
-      barrier_wait(memory.products_free(), (i - 1) & 1);
-      // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
-      if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
-    }
-    store_half(m, qk, part);
-    store_half(adjoint_m, ov, part);
-  }
+  float along[2] = {}, same[2] = {}, qk[16], ov[16];
+  wgmma_fence();
+  multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
+  multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(qk), pin(ov);
+  weigh<C>(qk, ov, along, same, memory, buffer, part);
+  if (i > 0) barrier_wait(memory.products_free(), (i - 1) & 1);
+  store_half(m, qk, part);
+  store_half(adjoint_m, ov, part);
+  const bool diagonal = thread / 64 == part;  // the warp's rows meet it in this half
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
     const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
-    if (thread % 4 == 0) memory.sums(buffer, kAlong)[row] = sum, memory.sums(buffer, kSame)[row] = sum_same;
+    if (thread % 4 == 0) {
+      memory.sums(buffer, kAlong)[part * C::kRows + row] = sum;
+      if (diagonal) memory.sums(buffer, kSame)[row] = sum_same;
+    }
   }
   if constexpr (C::kSkip) {  // on the diagonal of M
     __syncwarp();
-    if (thread % 32 < 16) {
+    if (diagonal && thread % 32 < 16) {
       const int row = thread / 32 * 16 + thread % 32;
       bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
       *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
     }
   }
   fence_async_proxy();
-  named_barrier(2, kTeam);
-  if (thread == 0) barrier_arrive(memory.products_here());
+  __syncwarp();
+  if (thread % 32 == 0) barrier_arrive(memory.products_here());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The output.
-
-template <class C>
-__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory) {
-  using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam;
-#pragma unroll 1
-  for (int i = -1; i < place.heads; ++i) {
-    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
-    if (i < 0) continue;
-    const int buffer = i % 2, h = place.head + i;
-    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
-                   adjoint = q + Memory::kAdjoint - Memory::kQ;
-    float o[32];
-    barrier_wait(memory.full(buffer), i / 2 & 1);
-    barrier_wait(memory.state_here(), i & 1);
-    wgmma_fence();
-    multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(o);
-    if (thread % 32 == 0) barrier_arrive(memory.state_free());
-    store_dots(o, adjoint, memory.sums(buffer, kRead));
-    if constexpr (Memory::kOutput) {
-      scale_rows(o, memory.rows(buffer, kIn));
-      barrier_wait(memory.products_here(), i & 1);
-      wgmma_fence();
-      multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(o);
-      if (thread % 32 == 0) barrier_arrive(memory.outputs_done());
-      if constexpr (Memory::kSlopes) {
-        gate_gradients<C>(o, in, place, memory, h, buffer);
-      } else {
-        store_panel(memory.at(Memory::kOutputs), o);
-        named_barrier(4, kTeam);
-        output_gradients<C>(memory.base + Memory::kOutputs, in, place, memory, h, buffer);
-      }
-    }
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
-    named_barrier(4, kTeam);
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The key side.
 
 // From dV, where there are no weights of ranks.
 template <class C>
@@ -1088,45 +1034,83 @@ template <class C>
 __device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
                                             const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam, lane = thread % 32, buffer = i % 2, h = place.head + i;
-  const unsigned adjoint_state = memory.at(Memory::kStateAdjoint), m = memory.at(Memory::kM),
-                 k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
+  const int lane = threadIdx.x % 32, buffer = i % 2, h = place.head + i;
+  const unsigned k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
                  adjoint = k + Memory::kAdjoint - Memory::kK;
+  float dv[32];
   barrier_wait(memory.adjoint_here(), i & 1);
-  {
-    float dv[32];
-    wgmma_fence();
-    multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
-    wgmma_commit();
-    barrier_wait(memory.state_here(), i & 1);
-    const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
-    const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
-    fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(memory.state_free());
-      memory.sums(buffer, kCarried)[thread / 32] = carried;
-      memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
-    }
-    wgmma_wait<0>();
-    pin(dv);
-    store_dots(dv, v, memory.sums(buffer, kWritten));
-    scale_rows(dv, memory.rows(buffer, kOut));
-    barrier_wait(memory.products_here(), i & 1);
-    wgmma_fence();
-    multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dv);
-    if constexpr (C::kWeighted) {
-      store_panel(memory.at(Memory::kValueOut), dv);
-      named_barrier(3, kTeam);
-      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer);
-    } else {
-      value_gradients<C>(dv, in, place, h);
-    }
+  wgmma_fence();
+  multiply_tiles<64, 8, false, false>(dv, k, memory.at(Memory::kStateAdjoint), false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(dv);
+  if (lane == 0) barrier_arrive(memory.adjoint_free());
+  store_dots(dv, v, memory.sums(buffer, kWritten));
+  scale_rows(dv, memory.rows(buffer, kOut));
+  barrier_wait(memory.products_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 4, true, true>(dv, memory.at(Memory::kM), adjoint, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(dv);
+  if constexpr (C::kWeighted) {
+    store_panel(memory.at(Memory::kValueOut), dv);
+    named_barrier(4, kTeam);
+    rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer);
+  } else {
+    value_gradients<C>(dv, in, place, h);
   }
 }
+
+template <class C>
+__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory) {
+  using Memory = ChunkMemory<C>;
+  const int thread = threadIdx.x % kTeam;
+#pragma unroll 1
+  for (int i = -1; i < place.heads; ++i) {
+    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
+    if (i < 0) continue;
+    const int buffer = i % 2, h = place.head + i;
+    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
+                   adjoint = q + Memory::kAdjoint - Memory::kQ;
+    float o[32];
+    barrier_wait(memory.full(buffer), i / 2 & 1);
+    make_values<C>(in, place, memory, i);
+    barrier_wait(memory.state_here(), i & 1);
+    wgmma_fence();
+    multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+    if (thread % 32 == 0) barrier_arrive(memory.state_free());
+    store_dots(o, adjoint, memory.sums(buffer, kRead));
+    if constexpr (Memory::kOutput) {
+      scale_rows(o, memory.rows(buffer, kIn));
+      wgmma_fence();
+      multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(o);
+      if (thread % 32 == 0) barrier_arrive(memory.products_free());
+      if constexpr (Memory::kSlopes) {
+        gate_gradients<C>(o, in, place, memory, h, buffer);
+      } else {
+        store_panel(memory.at(Memory::kOutputs), o);
+        named_barrier(4, kTeam);
+        output_gradients<C>(memory.base + Memory::kOutputs, in, place, memory, h, buffer);
+      }
+    } else if (thread % 32 == 0) {
+      barrier_arrive(memory.products_free());
+    }
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
+    named_barrier(4, kTeam);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The query side and the key side.
 
 // The gradient of the last token's keys as part of the final state.
 template <class C>
@@ -1145,15 +1129,17 @@ __device__ __forceinline__ void add_final_key(float (&d)[64], const ChunkArrays&
   }
 }
 
-// Either side: what is its own, then, by one program for both, dQ or dK and all that depends on it.
+// Either side, by one program for both, so that they ask for the same instructions at the same time: half of M and dM,
+// then dQ or dK and all that depends on it.
 template <class C>
 __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkPlace<C>& place,
                                              const ChunkMemory<C>& memory, bool query) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam, lane = thread % 32;
-  const int team = query ? 2 : 3;  // its barrier
+  const int team = query ? 2 : 3, part = query ? 0 : 1;  // its barrier; its half
   const unsigned state = memory.at(query ? Memory::kState : Memory::kStateAdjoint),
                  state_here = query ? memory.state_here() : memory.adjoint_here(),
+                 state_free = query ? memory.state_free() : memory.adjoint_free(),
                  adjoint_m = memory.at(Memory::kAdjointM);
   float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
   const bf16* states = query ? in.states : in.adjoints;
@@ -1170,27 +1156,27 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     barrier_wait(memory.full(buffer), i / 2 & 1);
-    if (query) {
-      make_products<C>(in, place, memory, i);
-    } else {
-      make_values<C>(in, place, memory, i);
-    }
-    barrier_wait(state_here, i & 1);
+    make_products<C>(in, place, memory, i, part);
+    barrier_wait(memory.state_here(), i & 1);
+    barrier_wait(memory.adjoint_here(), i & 1);
     float d[64];
     wgmma_fence();
     multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
+    // <T, s> and dO . V in half of the columns.
+    float dots[2] = {dots_of_tiles<4>(memory.at(Memory::kState), memory.at(Memory::kStateAdjoint), 4 * part).own(),
+                     C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
+    share_sums<2, 16, 16>(dots);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
+    if (lane % 16 == 0) memory.sums(buffer, kCarried)[lane / 2 + 4 * part + thread / 32] = dots[0];
+    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
+    __syncwarp();
     wgmma_wait<0>();
     pin(d);
-    if (query) {
-      if (lane == 0) barrier_arrive(memory.state_free());
-    } else {
-      fence_async_proxy();  // what was read of the adjoint, ahead of the copy that replaces it
-      named_barrier(3, kTeam);
-      if (thread == 0 && i + 1 < place.heads) ask(h + 1);
-      __syncwarp();
-    }
+    if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
     scale_rows(d, memory.rows(buffer, query ? kIn : kOut));
+    barrier_wait(memory.products_here(), i & 1);
     wgmma_fence();
     if (query) {
       multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
@@ -1200,9 +1186,9 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    if (!query) {
-      if (lane == 0) barrier_arrive(memory.products_free());
-      if constexpr (C::kFinal) add_final_key<C>(d, in, place, h);
+    if (lane == 0) barrier_arrive(memory.products_free());
+    if constexpr (C::kFinal) {
+      if (!query) add_final_key<C>(d, in, place, h);
     }
     float turn[C::kPairs / 2];
     turn_back<C>(d, group, turn, query ? q : k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
@@ -1222,8 +1208,8 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     named_barrier(team, kTeam);  // sums of biases are those of all warps
     bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + (query ? C::kQBiasAt : C::kKBiasAt));
-    if (query && thread == 0 && i + 1 < place.heads) {
-      barrier_wait(memory.state_free(), i & 1);
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(state_free, i & 1);
       ask(h + 1);
     }
     __syncwarp();
@@ -1256,10 +1242,10 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     }
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
-    barrier_init(memory.products_here(), 1);
-    barrier_init(memory.outputs_done(), 4);
+    barrier_init(memory.products_here(), 8);
     barrier_init(memory.state_free(), 12);
-    barrier_init(memory.products_free(), 4);
+    barrier_init(memory.adjoint_free(), 12);
+    barrier_init(memory.products_free(), 12);
     barrier_init(memory.phases_here(), 4);
     barrier_init(memory.phases_free(), 4);
     fence_barrier_init();
