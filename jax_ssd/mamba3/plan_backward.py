@@ -150,9 +150,10 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
     panels = 20 if weighted or "z" in p.given else 18
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (15 * ROWS + 16) * 4
-    sums = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4
-    return panels * 8192 + 2 * table + sums + 96
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
+    turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
+    sums = (2 if turned <= 8192 else 1) * turned + 8 * p.rank * bias * 4
+    return panels * 8192 + 2 * table + sums + 80
 
 
 def ranks(problem: Problem) -> int:

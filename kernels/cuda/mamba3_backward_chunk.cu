@@ -49,11 +49,13 @@ struct ChunkMemory {
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
-                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (9 * C::kRows + 16) * 4;
-  // What phases get: see `turn_at`.
+                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (10 * C::kRows + 16) * 4;
+  // What phases get, of each side where there is room: see `turn_at`.
   static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
-  static constexpr int kPhases = kTables + 2 * kTable, kBias = kPhases + kTurned,  // [side][warp][rank][column]
-      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
+  static constexpr bool kTurnsApart = kTurned <= 8192;
+  static constexpr int kPhases = kTables + 2 * kTable,
+                       kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][column]
+      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 80;
 
   char* base;
   // Barriers.
@@ -65,8 +67,6 @@ struct ChunkMemory {
   __device__ unsigned state_free() const { return at(kBarriers + 56); }
   __device__ unsigned adjoint_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
-  __device__ unsigned phases_here() const { return at(kBarriers + 80); }
-  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -74,13 +74,13 @@ struct ChunkMemory {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
   }
   __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
-  // Sums: strict dM QK along a row, of two halves; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a
-  // column, of four warps; <T, s> and dO . V, of eight warps.
+  // Sums: strict dM QK along a row, and dM QK / gamma in a token, each of two halves; dO . Q s; V . K T; strict
+  // dM QK / f down a column, of four warps; <T, s> and dO . V, of eight warps.
   __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
 };
 
 enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
-enum Sums { kAlong, kSame = 2, kRead, kWritten, kDown, kCarried = 9 };
+enum Sums { kAlong, kSame = 2, kRead = 4, kWritten, kDown, kCarried = 10 };
 
 // Where a block is.
 template <class C>
@@ -449,7 +449,7 @@ struct HeadSums {
       const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
       e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
       weight[i] = below + row_of(kLeft, row) * out;
-      diagonal[i] = sum_of(kSame, row);
+      diagonal[i] = sum_of(kSame + row / 32, row);
       ends += leaving;
     }
     if (lane < 2) {
@@ -558,7 +558,7 @@ __device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
 // Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
 __device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
   const int lane = threadIdx.x % 32;
-  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
+  return ((tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, lane / 16)) ^ step % 4 * 32) + step / 4 * kPanel;
 }
 
 // The same of a table with rows of `pitch` bytes for tokens: words of 32 bits or pairs of 16, 16 bytes of two columns.
@@ -639,27 +639,32 @@ struct OwnTurns {
     token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
     pair = rank % kParts * kOwn * 4 + lane % 4;
   }
-  // To the table, or on top of what is there: see `turn_at`.
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, float (&turn)[C::kPairs / 2], bool more) const {
+  // To a table, or on top of what is there: see `turn_at`.
+  template <bool More>
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table, const float (&turn)[C::kPairs / 2])
+      const {
     if constexpr (C::kRank == 1) {
       const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
+      const unsigned first = memory.at(table);
 #pragma unroll
       for (int i = 0; i < kTurned; i += 2) {
         const int next = i + 1 < kTurned ? i + 1 : i;
-        const unsigned at = memory.at(Memory::kPhases) + turn_at<C>(row, (i + lane / 16) * 4) * 4;
-        float sums[4] = {turn[i], turn[kTurned + i], turn[next], turn[kTurned + next]};
-        unsigned words[4] = {};
-        if (more) load_tiles(words, at);
+        const unsigned at = first + turn_at<C>(row, (i + lane / 16) * 4) * 4;
+        const float sums[4] = {turn[i], turn[kTurned + i], turn[next], turn[kTurned + next]};
+        unsigned words[4];
+        if constexpr (More) load_tiles(words, at);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(sums[e] + __uint_as_float(words[e]));
+        for (int e = 0; e < 4; ++e) {
+          words[e] = __float_as_uint(More ? sums[e] + __uint_as_float(words[e]) : sums[e]);
+        }
         store_tiles(at, words);
       }
     } else {
-      float* table = reinterpret_cast<float*>(memory.base + Memory::kPhases);
+      float* first = reinterpret_cast<float*>(memory.base + table);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        float* to = table + turn_at<C>(token + later(i), pair + further(i));
-        *to = turn[i] + (more ? *to : 0.0f);
+        float* to = first + turn_at<C>(token + later(i), pair + further(i));
+        *to = More ? turn[i] + *to : turn[i];
       }
     }
   }
@@ -668,19 +673,25 @@ struct OwnTurns {
   static __device__ constexpr int further(int i) { return i % kTurned * 4; }
 };
 
-// What a head's phases get of both sides, from the table; a warp has its own tokens.
+// What a head's phases get of both sides; a warp of one and a warp of the other share their tokens.
 template <class C>
 __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int h) {
+                                            const ChunkMemory<C>& memory, int h, int part) {
+  using Memory = ChunkMemory<C>;
   constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
   const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4);
-  const float* table = reinterpret_cast<const float*>(memory.base + ChunkMemory<C>::kPhases);
+  const float* table = reinterpret_cast<const float*>(memory.base + Memory::kPhases);
 #pragma unroll
-  for (int j = 0; j < (kOfWarp + 31) / 32; ++j) {
-    const int unit = lane + 32 * j;
-    if (kOfWarp % 32 && unit >= kOfWarp) continue;
+  for (int j = 0; j < (kOfWarp + 63) / 64; ++j) {
+    const int unit = lane + 32 * part + 64 * j;
+    if (kOfWarp % 64 && unit >= kOfWarp) continue;
     const int c = first + unit / kUnits, pair = unit % kUnits * 4;
-    float4 sum = *reinterpret_cast<const float4*>(table + turn_at<C>(c, pair));
+    const float* from = table + turn_at<C>(c, pair);
+    float4 sum = *reinterpret_cast<const float4*>(from);
+    if constexpr (Memory::kTurnsApart) {
+      const float4 other = *reinterpret_cast<const float4*>(from + Memory::kTurned / 4);
+      sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    }
     if (C::kFinal && place.t0 + c == in.seq - 1) {
       const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
       sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
@@ -744,15 +755,16 @@ struct RowDots {
   __device__ __forceinline__ float own() const { return here() ? first() + second() : 0.0f; }
 };
 
-// Of the rows of two tiles, in 16 * Steps columns from the first-th 16 on.
+// Of the rows of two tiles, so far apart, in the 16 * Steps columns that begin at `first`, of `fragment_at`.
 template <int Steps>
-__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other, int first) {
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned first, int apart) {
   RowDots dots;
 #pragma unroll
   for (int k = 0; k < Steps; ++k) {
     unsigned rows[4];
-    load_tiles(rows, fragment_at(tile, first + k));
-    dots.add(rows, fragment_at(other, first + k));
+    const unsigned at = first ^ 32 * k;
+    load_tiles(rows, at);
+    dots.add(rows, at + apart);
   }
   return dots;
 }
@@ -815,13 +827,13 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
 
 // Half of the columns of 64 rows, rounded, into a panel.
 __device__ __forceinline__ void store_half(unsigned panel, const float (&d)[16], int part) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const unsigned to = fragment_at(panel, 0) ^ 64 * part;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* x = d + 8 * i;
     const unsigned words[4] = {Pairs16::of(x[0], x[1]), Pairs16::of(x[2], x[3]), Pairs16::of(x[4], x[5]),
                                Pairs16::of(x[6], x[7])};
-    store_tiles(panel + swizzled(row, 4 * part + 2 * i + lane / 16), words);
+    store_tiles(to ^ 32 * i, words);
   }
 }
 
@@ -955,19 +967,13 @@ __device__ __forceinline__ void make_products(const ChunkArrays& in, const Chunk
   if (i > 0) barrier_wait(memory.products_free(), (i - 1) & 1);
   store_half(m, qk, part);
   store_half(adjoint_m, ov, part);
-  const bool diagonal = thread / 64 == part;  // the warp's rows meet it in this half
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
-    if (thread % 4 == 0) {
-      memory.sums(buffer, kAlong)[part * C::kRows + row] = sum;
-      if (diagonal) memory.sums(buffer, kSame)[row] = sum_same;
-    }
-  }
+  float sums[4] = {along[0], along[1], same[0], same[1]};  // of which a lane keeps that of its number in the quad
+  share_sums<4, 2, 1>(sums);
+  memory.sums(buffer, thread % 4 / 2 * (kSame - kAlong) + part)[thread / 32 * 16 + thread % 32 / 4 + thread % 2 * 8] =
+      sums[0];
   if constexpr (C::kSkip) {  // on the diagonal of M
     __syncwarp();
-    if (diagonal && thread % 32 < 16) {
+    if (thread / 64 == part && thread % 32 < 16) {
       const int row = thread / 32 * 16 + thread % 32;
       bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
       *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
@@ -1164,8 +1170,8 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
     // <T, s> and dO . V in half of the columns.
-    float dots[2] = {dots_of_tiles<4>(memory.at(Memory::kState), memory.at(Memory::kStateAdjoint), 4 * part).own(),
-                     C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
+    float dots[2] = {dots_of_tiles<4>(fragment_at(memory.at(Memory::kState) + part * kPanel, 0), 2 * kPanel).own(),
+                     C::kSkip ? dots_of_tiles<2>(fragment_at(adjoint, 0) ^ 64 * part, -kPanel).own() : 0.0f};
     share_sums<2, 16, 16>(dots);
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
@@ -1195,16 +1201,16 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
                  bias);
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.empty(buffer));
-    if (query) {
-      if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
+    const int pair = 5 + thread / 32;  // the barrier of two warps
+    if constexpr (Memory::kTurnsApart) {
+      OwnTurns<C>().template store<false>(memory, Memory::kPhases + part * Memory::kTurned, turn);
     } else {
-      barrier_wait(memory.phases_here(), i & 1);
+      if (query) OwnTurns<C>().template store<false>(memory, Memory::kPhases, turn);
+      named_barrier(pair, 64);
+      if (!query) OwnTurns<C>().template store<true>(memory, Memory::kPhases, turn);
     }
-    OwnTurns<C>().store(memory, turn, !query);
-    __syncwarp();
-    if (!query) store_turns<C>(in, place, memory, h);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(query ? memory.phases_here() : memory.phases_free());
+    named_barrier(pair, 64);
+    store_turns<C>(in, place, memory, h, part);
     named_barrier(team, kTeam);  // sums of biases are those of all warps
     bf16* record = place.record(in, h);
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + (query ? C::kQBiasAt : C::kKBiasAt));
@@ -1246,8 +1252,6 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.adjoint_free(), 12);
     barrier_init(memory.products_free(), 12);
-    barrier_init(memory.phases_here(), 4);
-    barrier_init(memory.phases_free(), 4);
     fence_barrier_init();
   }
   let_next_kernel_start();
