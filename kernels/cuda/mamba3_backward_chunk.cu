@@ -386,22 +386,25 @@ struct KeyRows {
     if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
-      const uint4 own_q = q, own_k = k, own_turn = turn;
-      if (i < 7) {  // the next row is on its way meanwhile
-        q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
-        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+      float x[8], y[8], cosine[4], sine[4];
+      unpack8(q, x), unpack8(k, y);
+      if constexpr (Turning) {
+        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) cosine[e] = Pair<__half>::low(words[e]), sine[e] = Pair<__half>::high(words[e]);
       }
-      float x[8], y[8];
-      unpack8(own_q, x), unpack8(own_k, y);
+      // The next row is on its way meanwhile, to the same registers; after the last it is that row again.
+      const char* next = row + (i < 7 ? 1024 : 0);
+      if (i < 7) turns += kNext * Memory::kTurnPitch;
+      q = copied(next), k = copied(next + Memory::kK - Memory::kQ);
+      if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
       if constexpr (Turning) {
-        const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
-          rotate(x[2 * e], x[2 * e + 1], sine, cosine);
-          rotate(y[2 * e], y[2 * e + 1], sine, cosine);
+          rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
+          rotate(y[2 * e], y[2 * e + 1], sine[e], cosine[e]);
         }
       }
       *reinterpret_cast<uint4*>(row) = pack8(x);
@@ -736,6 +739,12 @@ __device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) 
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
 }
 
+// The same of 16 rows as a second factor: first those of the first eight rows.
+__device__ __forceinline__ unsigned factor_at(unsigned tile) {
+  const int lane = threadIdx.x % 32;
+  return tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
 // Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
 // the element.
 struct RowDots {
@@ -745,8 +754,8 @@ struct RowDots {
   __device__ __forceinline__ void add(const unsigned (&rows)[4], unsigned others) {
     unsigned b[4];
     load_tiles(b, others);
-    multiply(low, rows, b[0], b[2], bf16());
-    multiply(high, rows, b[1], b[3], bf16());
+    multiply(low, rows, b[0], b[1], bf16());
+    multiply(high, rows, b[2], b[3], bf16());
   }
   // Whether the lane has rows lane / 4 and lane / 4 + 8.
   static __device__ __forceinline__ bool here() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
@@ -755,16 +764,16 @@ struct RowDots {
   __device__ __forceinline__ float own() const { return here() ? first() + second() : 0.0f; }
 };
 
-// Of the rows of two tiles, so far apart, in the 16 * Steps columns that begin at `first`, of `fragment_at`.
+// Of the rows of two tiles, in the 16 * Steps columns that begin at the step-th 32 bytes of a panel of each.
 template <int Steps>
-__device__ __forceinline__ RowDots dots_of_tiles(unsigned first, int apart) {
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned panel, unsigned other, int step) {
   RowDots dots;
+  const unsigned first = fragment_at(panel, 0) ^ 32 * step, second = factor_at(other) ^ 32 * step;
 #pragma unroll
   for (int k = 0; k < Steps; ++k) {
     unsigned rows[4];
-    const unsigned at = first ^ 32 * k;
-    load_tiles(rows, at);
-    dots.add(rows, at + apart);
+    load_tiles(rows, first ^ 32 * k);
+    dots.add(rows, second ^ 32 * k);
   }
   return dots;
 }
@@ -777,7 +786,7 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
     unsigned rows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) rows[i] = Pairs16::of(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
-    dots.add(rows, fragment_at(panel, k));
+    dots.add(rows, factor_at(panel) ^ 32 * k);
   }
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   if (RowDots::here()) to[row] = dots.first(), to[row + 8] = dots.second();
@@ -786,16 +795,17 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side.
 
-// M and dM from QK' and dO V' in half of the columns, and the sums of their elements.
+// M and dM from QK' and dO V' in half of the columns, and the sums of their elements. skip: what is on M's diagonal
+// besides.
 template <class C>
-__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2],
+__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2], float skip,
                                       const ChunkMemory<C>& memory, int buffer, int part) {
   constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4, first = 32 * part;
   const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
   const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
-  // That of the row, less the offset of the columns'.
-  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank;
+  // That of the row, less the offset of the columns'; the same of rows.
+  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank, beyond = row - lane % 4 * 2 - first;
   float down[8] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -803,6 +813,7 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
                  f_j = *reinterpret_cast<const float2*>(f + first + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const bool meets = (half - j) % 2 == 0;  // else these eight rows have the diagonal in other columns
       float decayed, diagonal;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -812,11 +823,16 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
           diagonal = before == 0 ? 1.0f : 0.0f;
         }
         float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+        const float product = x * y;
+        float w = decayed * (e ? f_j.y : f_j.x);
         down[2 * j + e] += product * decayed;
-        along[half] += product * earlier;
-        same[half] += product * diagonal;
+        along[half] += product * w;
+        if (meets) {
+          same[half] += product * diagonal;
+          w += diagonal * own[half];
+        }
         x *= w;
+        if (C::kSkip && meets) x += beyond + 8 * half - 8 * j == e ? skip : 0.0f;
         y *= w;
       }
     }
@@ -963,7 +979,7 @@ __device__ __forceinline__ void make_products(const ChunkArrays& in, const Chunk
   wgmma_commit();
   wgmma_wait<0>();
   pin(qk), pin(ov);
-  weigh<C>(qk, ov, along, same, memory, buffer, part);
+  weigh<C>(qk, ov, along, same, skip, memory, buffer, part);
   if (i > 0) barrier_wait(memory.products_free(), (i - 1) & 1);
   store_half(m, qk, part);
   store_half(adjoint_m, ov, part);
@@ -971,14 +987,6 @@ __device__ __forceinline__ void make_products(const ChunkArrays& in, const Chunk
   share_sums<4, 2, 1>(sums);
   memory.sums(buffer, thread % 4 / 2 * (kSame - kAlong) + part)[thread / 32 * 16 + thread % 32 / 4 + thread % 2 * 8] =
       sums[0];
-  if constexpr (C::kSkip) {  // on the diagonal of M
-    __syncwarp();
-    if (thread / 64 == part && thread % 32 < 16) {
-      const int row = thread / 32 * 16 + thread % 32;
-      bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
-      *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
-    }
-  }
   fence_async_proxy();
   __syncwarp();
   if (thread % 32 == 0) barrier_arrive(memory.products_here());
@@ -1148,13 +1156,15 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
                  state_free = query ? memory.state_free() : memory.adjoint_free(),
                  adjoint_m = memory.at(Memory::kAdjointM);
   float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
-  const bf16* states = query ? in.states : in.adjoints;
-  const auto ask = [&](int h) {
+  const bf16* states = (query ? in.states : in.adjoints) + place.state(place.head);
+  const int states_apart = place.chunks * (C::kN * C::kP);
+  bf16* record = place.record(in, place.head) + (query ? C::kQBiasAt : C::kKBiasAt);
+  const auto ask = [&](bool more) {
     barrier_expect(state_here, 2 * kPanel);
-    copy_line_in(state, states + place.state(h), 2 * kPanel, state_here);
-    if (h + 1 < place.head + place.heads) want(states + place.state(h + 1), 2 * kPanel);
+    copy_line_in(state, states, 2 * kPanel, state_here);
+    if (more) want(states + states_apart, 2 * kPanel);
   };
-  if (thread == 0 && place.heads > 0) ask(place.head);
+  if (thread == 0 && place.heads > 0) ask(place.heads > 1);
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -1170,8 +1180,10 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
     // <T, s> and dO . V in half of the columns.
-    float dots[2] = {dots_of_tiles<4>(fragment_at(memory.at(Memory::kState) + part * kPanel, 0), 2 * kPanel).own(),
-                     C::kSkip ? dots_of_tiles<2>(fragment_at(adjoint, 0) ^ 64 * part, -kPanel).own() : 0.0f};
+    float dots[2] = {dots_of_tiles<4>(memory.at(Memory::kState) + part * kPanel,
+                                      memory.at(Memory::kStateAdjoint) + part * kPanel, 0)
+                         .own(),
+                     C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
     share_sums<2, 16, 16>(dots);
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
@@ -1212,11 +1224,11 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     named_barrier(pair, 64);
     store_turns<C>(in, place, memory, h, part);
     named_barrier(team, kTeam);  // sums of biases are those of all warps
-    bf16* record = place.record(in, h);
-    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + (query ? C::kQBiasAt : C::kKBiasAt));
+    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record);
+    states += states_apart, record += C::kRecord;
     if (thread == 0 && i + 1 < place.heads) {
       barrier_wait(state_free, i & 1);
-      ask(h + 1);
+      ask(i + 2 < place.heads);
     }
     __syncwarp();
   }
