@@ -153,7 +153,7 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
     turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
     sums = (2 if turned <= 8192 else 1) * turned + 8 * p.rank * bias * 4
-    return panels * 8192 + 2 * table + sums + 80
+    return panels * 8192 + 2 * table + sums + 96
 
 
 def ranks(problem: Problem) -> int:

@@ -55,7 +55,7 @@ struct ChunkMemory {
   static constexpr bool kTurnsApart = kTurned <= 8192;
   static constexpr int kPhases = kTables + 2 * kTable,
                        kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][column]
-      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 80;
+      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
 
   char* base;
   // Barriers.
@@ -67,6 +67,8 @@ struct ChunkMemory {
   __device__ unsigned state_free() const { return at(kBarriers + 56); }
   __device__ unsigned adjoint_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
+  __device__ unsigned values_here() const { return at(kBarriers + 80); }
+  __device__ unsigned values_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -248,6 +250,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+  if (C::kWeighted && i >= 2) barrier_wait(memory.values_free(), i & 1);
 #pragma unroll
   for (int j = 0; j < kUnits; ++j) {
     const unsigned to = swizzled(token(j), piece);
@@ -879,16 +882,16 @@ __device__ __forceinline__ void gate_gradients(const float (&o)[32], const Chunk
   }
 }
 
-// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in a quarter of the rows of 64.
-// Neighbouring lanes have the other ranks.
-template <class C>
+// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in one of the kLanes equal parts
+// of 64 rows, every so many tokens. Neighbouring lanes have the others. With 8 parts a warpgroup has half of the columns.
+template <class C, int kLanes>
 struct RankColumns {
-  static constexpr int kEach = 16;  // tokens
+  static constexpr int kEach = C::kRows / kLanes, kNext = kLanes / C::kRank;  // tokens; from one to the next
   int rank, first, column;
 
-  __device__ __forceinline__ RankColumns() {
+  __device__ __forceinline__ RankColumns(int half) {
     const int thread = thread_anew();
-    rank = thread % C::kRank, first = thread % 4 / C::kRank * kEach, column = thread / 4 * 2;
+    rank = thread % C::kRank, first = thread % kLanes / C::kRank, column = thread / kLanes * 2 + half * (C::kP / 2);
   }
   __device__ __forceinline__ float2 of_tile(const char* tile, int token) const {
     const int row = token * C::kRank + rank;
@@ -911,7 +914,7 @@ struct RankColumns {
   // Sums over the tokens, to a record [rank][column].
   __device__ __forceinline__ void store(bf16* record, float2 x) const {
 #pragma unroll
-    for (int offset = C::kRank; offset < 4; offset *= 2) {
+    for (int offset = C::kRank; offset < kLanes; offset *= 2) {
       x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
     }
     if (first == 0) *reinterpret_cast<unsigned*>(record + rank * C::kP + column) = Pairs16::of(x.x, x.y);
@@ -924,7 +927,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
                                                  const ChunkMemory<C>& memory, int h, int buffer) {
   using Memory = ChunkMemory<C>;
   constexpr int kKind = C::kTokens * Memory::kWidePitch, kWeight = C::kRank * Memory::kWidePitch;
-  const RankColumns<C> own;
+  const RankColumns<C, 4> own(0);
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw);
   const float* weights = memory.template table<float>(buffer, Memory::kWeights);
   const float2 fold = own.weights(weights + kWeight);
@@ -934,7 +937,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
   bf16* d_z = in.d_z + place.token_head(own.first, h, C::kP) + own.column;
 #pragma unroll 8
   for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i;
+    const int c = own.first + i * own.kNext;
     const float2 out = own.of_tile(o, c), dy = own.of_tokens(raw, c);
     const float up[2] = {dy.x * out.x, dy.y * out.y};
     if constexpr (C::kGate) {
@@ -952,7 +955,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
       d_spread.x += dx[0] * z[0], d_spread.y += dx[1] * z[1];
       const float2 sum = own.folded(make_float2(dx[0] * (fold.x * spread.x), dx[1] * (fold.y * spread.y)));
       if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_z) = Pairs16::of(sum.x, sum.y);
-      d_z += C::kHeads * C::kP;
+      d_z += own.kNext * C::kHeads * C::kP;
     } else {
       d_fold.x += up[0], d_fold.y += up[1];
     }
@@ -1017,32 +1020,6 @@ __device__ __forceinline__ void value_gradients(const float (&d)[32], const Chun
   }
 }
 
-// From dV, a tile of all ranks.
-template <class C>
-__device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                     const ChunkMemory<C>& memory, int h, int buffer) {
-  using Memory = ChunkMemory<C>;
-  const RankColumns<C> own;
-  const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
-  const float2 spread = own.weights(memory.template table<float>(buffer, Memory::kWeights));
-  float2 d_spread = make_float2(0.0f, 0.0f);
-  bf16* d_v = in.d_v + place.token_head(own.first, h, C::kP) + own.column;
-#pragma unroll 8
-  for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i;
-    const float2 dx = own.of_tile(d, c), v = own.of_tokens(values, c);
-    d_spread.x += dx.x * v.x, d_spread.y += dx.y * v.y;
-    float2 sum = own.folded(make_float2(dx.x * spread.x, dx.y * spread.y));
-    if (C::kFinal && place.t0 + c == in.seq - 1) {
-      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + own.column;
-      sum.x += from[0], sum.y += from[1];
-    }
-    if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_v) = Pairs16::of(sum.x, sum.y);
-    d_v += C::kHeads * C::kP;
-  }
-  own.store(place.record(in, h) + C::kMimoVAt, d_spread);
-}
-
 // dV of the i-th head, and what values and their weights get of it.
 template <class C>
 __device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -1068,9 +1045,10 @@ __device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPl
   wgmma_wait<0>();
   pin(dv);
   if constexpr (C::kWeighted) {
+    if (i > 0) barrier_wait(memory.values_free(), (i - 1) & 1);
     store_panel(memory.at(Memory::kValueOut), dv);
-    named_barrier(4, kTeam);
-    rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.values_here());
   } else {
     value_gradients<C>(dv, in, place, h);
   }
@@ -1125,6 +1103,33 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side and the key side.
+
+// From half of the columns of dV, a tile of all ranks.
+template <class C>
+__device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                     const ChunkMemory<C>& memory, int h, int buffer,
+                                                     int half) {
+  using Memory = ChunkMemory<C>;
+  const RankColumns<C, 8> own(half);
+  const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
+  const float2 spread = own.weights(memory.template table<float>(buffer, Memory::kWeights));
+  float2 d_spread = make_float2(0.0f, 0.0f);
+  bf16* d_v = in.d_v + place.token_head(own.first, h, C::kP) + own.column;
+#pragma unroll
+  for (int i = 0; i < own.kEach; ++i) {
+    const int c = own.first + i * own.kNext;
+    const float2 dx = own.of_tile(d, c), v = own.of_tokens(values, c);
+    d_spread.x += dx.x * v.x, d_spread.y += dx.y * v.y;
+    float2 sum = own.folded(make_float2(dx.x * spread.x, dx.y * spread.y));
+    if (C::kFinal && place.t0 + c == in.seq - 1) {
+      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + own.column;
+      sum.x += from[0], sum.y += from[1];
+    }
+    if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_v) = Pairs16::of(sum.x, sum.y);
+    d_v += own.kNext * C::kHeads * C::kP;
+  }
+  own.store(place.record(in, h) + C::kMimoVAt, d_spread);
+}
 
 // The gradient of the last token's keys as part of the final state.
 template <class C>
@@ -1226,6 +1231,12 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     named_barrier(team, kTeam);  // sums of biases are those of all warps
     sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record);
     states += states_apart, record += C::kRecord;
+    if constexpr (C::kWeighted) {
+      barrier_wait(memory.values_here(), i & 1);
+      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer, part);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.values_free());
+    }
     if (thread == 0 && i + 1 < place.heads) {
       barrier_wait(state_free, i & 1);
       ask(i + 2 < place.heads);
@@ -1264,6 +1275,8 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.adjoint_free(), 12);
     barrier_init(memory.products_free(), 12);
+    barrier_init(memory.values_here(), 4);
+    barrier_init(memory.values_free(), 8);
     fence_barrier_init();
   }
   let_next_kernel_start();
