@@ -34,7 +34,7 @@ struct ChunkArrays {
 template <class C>
 struct ChunkMemory {
   // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
-  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN + 8;
+  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN / 2 + 4;
   static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
   static constexpr bool kSlopes = C::kGate && !C::kWeighted;
   static constexpr int kKinds = C::kWeighted ? 3 : 0;
@@ -54,7 +54,7 @@ struct ChunkMemory {
   static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
   static constexpr bool kTurnsApart = kTurned <= 8192;
   static constexpr int kPhases = kTables + 2 * kTable,
-                       kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][column]
+                       kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][two columns]
       kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
 
   char* base;
@@ -545,18 +545,34 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
 // ---------------------------------------------------------------------------------------------------------------------
 // What both sides do with dQ or dK: turn it back, and what the phases, the biases and the group get of it.
 
-// Sums [rank][kWidth] over the four warps of a side into a record, rounded: they are summed over many chunks.
-template <class C, int kWidth, int kPitch>
-__device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
-  constexpr int kNext = C::kRank * kPitch, kPairsOfAll = C::kRank * kWidth / 2;
+// `share_sums` of pairs, which are rounded.
+template <int Count, int Offset, int Last>
+__device__ __forceinline__ void share_pairs(unsigned* x) {
+  if constexpr (Offset >= Last) {
+    const bool upper = threadIdx.x & Offset;
 #pragma unroll
-  for (int i = 0; i < (kPairsOfAll + kTeam - 1) / kTeam; ++i) {
-    const int at = 2 * (threadIdx.x % kTeam + i * kTeam), from = at / kWidth * kPitch + at % kWidth;
-    if (at >= 2 * kPairsOfAll) continue;
+    for (int i = 0; i < Count / 2; ++i) {
+      const unsigned other = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i + Count / 2], Offset),
+                     own = upper ? x[i + Count / 2] : x[i];
+      asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(x[i]) : "r"(own), "r"(other));
+    }
+    share_pairs<Count / 2, Offset / 2, Last>(x);
+  }
+}
+
+// Sums [rank][column] over the four warps of a side into a record, rounded: they are summed over many chunks.
+template <class C>
+__device__ __forceinline__ void sum_of_warps(const unsigned* slots, bf16* to) {
+  constexpr int kPitch = ChunkMemory<C>::kBiasPitch, kNext = C::kRank * kPitch, kWidth = C::kN / 2,
+                kAll = C::kRank * kWidth;
+#pragma unroll
+  for (int i = 0; i < (kAll + kTeam - 1) / kTeam; ++i) {
+    const int at = threadIdx.x % kTeam + i * kTeam, from = at / kWidth * kPitch + at % kWidth;
+    if (at >= kAll) continue;
     float2 x[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) x[w] = *reinterpret_cast<const float2*>(slots + from + w * kNext);
-    *reinterpret_cast<unsigned*>(to + at) =
+    for (int w = 0; w < 4; ++w) x[w] = unpack2(slots[from + w * kNext]);
+    reinterpret_cast<unsigned*>(to)[at] =
         Pairs16::of(x[0].x + x[1].x + (x[2].x + x[3].x), x[0].y + x[1].y + (x[2].y + x[3].y));
   }
 }
@@ -577,15 +593,15 @@ __device__ __forceinline__ unsigned table_fragment_at(unsigned table, int pitch,
 // tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
 template <class C>
 __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
-                                          unsigned tile, unsigned turns, float* bias) {
+                                          unsigned tile, unsigned turns, unsigned* bias) {
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
-              lane / (4 * C::kRank) * C::kRank * 8;
+  unsigned* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 +
+                 lane / (4 * C::kRank) * C::kRank * 4;
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    float sums[16];
+    unsigned sums[8];
 #pragma unroll
     for (int step = 4 * panel; step < 4 * panel + 4; ++step) {
       unsigned rows[4], words[4];  // [column][half of the rows]
@@ -608,17 +624,14 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
             own[2 * half + 1] = y * cosine - x * sine;
           }
         }
-        sums[2 * j % 16] = own[0] + own[2];
-        sums[2 * j % 16 + 1] = own[1] + own[3];
+        sums[j % 8] = Pairs16::of(own[0] + own[2], own[1] + own[3]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
       }
     }
-    share_sums<16, 16, 4 * C::kRank>(sums);
+    share_pairs<8, 16, 4 * C::kRank>(sums);
 #pragma unroll
-    for (int i = 0; i < 2 * C::kRank; i += 2) {
-      *reinterpret_cast<float2*>(to + 64 * panel + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
-    }
+    for (int i = 0; i < C::kRank; ++i) to[32 * panel + 4 * i] = sums[i];
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
 }
@@ -685,14 +698,20 @@ __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPl
                                             const ChunkMemory<C>& memory, int h, int part) {
   using Memory = ChunkMemory<C>;
   constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
-  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4);
+  constexpr int kNext = 64 / kUnits;  // tokens from one unit of a thread to its next
+  static_assert(kOfWarp <= 64 || 64 % kUnits == 0);
+  const int thread = thread_anew(), unit = thread % 32 + 32 * part, pair = unit % kUnits * 4;
   const float* table = reinterpret_cast<const float*>(memory.base + Memory::kPhases);
+  int c = thread / 32 * (C::kTokens / 4) + unit / kUnits;
+  const float* from = table + turn_at<C>(c, pair);
+  float* to = in.angles + place.token_head(c, h, C::kPairs) + pair;
 #pragma unroll
   for (int j = 0; j < (kOfWarp + 63) / 64; ++j) {
-    const int unit = lane + 32 * part + 64 * j;
-    if (kOfWarp % 64 && unit >= kOfWarp) continue;
-    const int c = first + unit / kUnits, pair = unit % kUnits * 4;
-    const float* from = table + turn_at<C>(c, pair);
+    if (kOfWarp % 64 && unit + 64 * j >= kOfWarp) continue;
+    if (j > 0) {
+      c += kNext, to += kNext * C::kHeads * C::kPairs;
+      from = kNext % 8 == 0 ? from + kNext * C::kPairs : table + turn_at<C>(c, pair);
+    }
     float4 sum = *reinterpret_cast<const float4*>(from);
     if constexpr (Memory::kTurnsApart) {
       const float4 other = *reinterpret_cast<const float4*>(from + Memory::kTurned / 4);
@@ -702,7 +721,7 @@ __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPl
       const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
       sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
     }
-    if (c <= place.last) store4(in.angles + place.token_head(c, h, C::kPairs) + pair, sum);
+    if (c <= place.last) store4(to, sum);
   }
 }
 
@@ -1160,7 +1179,7 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
                  state_here = query ? memory.state_here() : memory.adjoint_here(),
                  state_free = query ? memory.state_free() : memory.adjoint_free(),
                  adjoint_m = memory.at(Memory::kAdjointM);
-  float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
+  unsigned* bias = reinterpret_cast<unsigned*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
   const bf16* states = (query ? in.states : in.adjoints) + place.state(place.head);
   const int states_apart = place.chunks * (C::kN * C::kP);
   bf16* record = place.record(in, place.head) + (query ? C::kQBiasAt : C::kKBiasAt);
@@ -1229,7 +1248,7 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     named_barrier(pair, 64);
     store_turns<C>(in, place, memory, h, part);
     named_barrier(team, kTeam);  // sums of biases are those of all warps
-    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record);
+    sum_of_warps<C>(bias, record);
     states += states_apart, record += C::kRecord;
     if constexpr (C::kWeighted) {
       barrier_wait(memory.values_here(), i & 1);
