@@ -356,17 +356,17 @@ struct KeyRows {
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
-    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
-    int c = first / C::kRank;
-    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
     const bf16 *q = in.q + at, *k = in.k + at;
+    asm volatile("" : "+l"(q), "+l"(k));  // as they are: sums of the rest are not made anew for each row
     unsigned row = shared_address(to);
-#pragma unroll
+    int c = first / C::kRank;
+#pragma unroll 1
     for (int i = 0; i < 8; ++i) {
-      copy_unit(row, q);
-      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
+      const int from = min(c, place.last) * (C::kRank * C::kGroups * C::kN);
+      copy_unit(row, q + from);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from);
       row += 1024, c += kNext;
-      if (c <= place.last) q += kStride, k += kStride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -453,7 +453,8 @@ struct HeadSums {
       const float below =
           sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
       const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
-      e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+      e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below +
+             row_of(kIn, row) * sum_of(kRead, row) - leaving;
       weight[i] = below + row_of(kLeft, row) * out;
       diagonal[i] = sum_of(kSame + row / 32, row);
       ends += leaving;
@@ -660,8 +661,8 @@ struct OwnTurns {
   }
   // To a table, or on top of what is there: see `turn_at`.
   template <bool More>
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table, const float (&turn)[C::kPairs / 2])
-      const {
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table,
+                                        const float (&turn)[C::kPairs / 2]) const {
     if constexpr (C::kRank == 1) {
       const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
       const unsigned first = memory.at(table);
@@ -902,7 +903,8 @@ __device__ __forceinline__ void gate_gradients(const float (&o)[32], const Chunk
 }
 
 // A thread's part of what is summed over ranks and over tokens: two columns of a rank, in one of the kLanes equal parts
-// of 64 rows, every so many tokens. Neighbouring lanes have the others. With 8 parts a warpgroup has half of the columns.
+// of 64 rows, every so many tokens. Neighbouring lanes have the others. With 8 parts a warpgroup has half of the
+// columns.
 template <class C, int kLanes>
 struct RankColumns {
   static constexpr int kEach = C::kRows / kLanes, kNext = kLanes / C::kRank;  // tokens; from one to the next
@@ -1126,8 +1128,7 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
 // From half of the columns of dV, a tile of all ranks.
 template <class C>
 __device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                     const ChunkMemory<C>& memory, int h, int buffer,
-                                                     int half) {
+                                                     const ChunkMemory<C>& memory, int h, int buffer, int half) {
   using Memory = ChunkMemory<C>;
   const RankColumns<C, 8> own(half);
   const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
@@ -1179,7 +1180,8 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
                  state_here = query ? memory.state_here() : memory.adjoint_here(),
                  state_free = query ? memory.state_free() : memory.adjoint_free(),
                  adjoint_m = memory.at(Memory::kAdjointM);
-  unsigned* bias = reinterpret_cast<unsigned*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
+  unsigned* bias =
+      reinterpret_cast<unsigned*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
   const bf16* states = (query ? in.states : in.adjoints) + place.state(place.head);
   const int states_apart = place.chunks * (C::kN * C::kP);
   bf16* record = place.record(in, place.head) + (query ? C::kQBiasAt : C::kKBiasAt);
@@ -1204,10 +1206,10 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
     // <T, s> and dO . V in half of the columns.
-    float dots[2] = {dots_of_tiles<4>(memory.at(Memory::kState) + part * kPanel,
-                                      memory.at(Memory::kStateAdjoint) + part * kPanel, 0)
-                         .own(),
-                     C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
+    float dots[2] = {
+        dots_of_tiles<4>(memory.at(Memory::kState) + part * kPanel, memory.at(Memory::kStateAdjoint) + part * kPanel, 0)
+            .own(),
+        C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
     share_sums<2, 16, 16>(dots);
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
