@@ -7,13 +7,12 @@
 //   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
-// registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
-// the third the next head's values, then the output and what depends on it; the fourth the next head's queries
-// and keys, and the end of the sums of the head before.
+// registers. Its four warpgroups work at the same time: the query side and the key side make half of M and dM each, then
+// dQ and dK; the third the next head's values, then dV, the output and what depends on it; the fourth the next head's
+// queries and keys, and the end of the sums of the head before.
 //
 // Instructions come from a cache of 32 KB at full speed, beyond it at half of that. The loops of all warpgroups are
-// more, so both sides run one program where they do the same, and what can be is a short loop instead of a long
-// sequence.
+// more, so both sides run one program in step, and what can be is a short loop instead of a long sequence.
 
 #include "mamba3_backward_tiles.cuh"
 
