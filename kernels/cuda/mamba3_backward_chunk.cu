@@ -7,9 +7,9 @@
 //   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
-// registers. Its four warpgroups work at the same time: the query side and the key side make half of M and dM each, then
-// dQ and dK; the third the next head's values, then dV, the output and what depends on it; the fourth the next head's
-// queries and keys, and the end of the sums of the head before.
+// registers. Its four warpgroups work at the same time: the query side and the key side make half of M and dM each,
+// then dQ and dK; the third the next head's values, then dV, the output and what depends on it; the fourth the next
+// head's queries and keys, and the end of the sums of the head before.
 //
 // Instructions come from a cache of 32 KB at full speed, beyond it at half of that. The loops of all warpgroups are
 // more, so both sides run one program in step, and what can be is a short loop instead of a long sequence.
@@ -37,21 +37,21 @@ struct ChunkMemory {
   static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
   static constexpr bool kSlopes = C::kGate && !C::kWeighted;
   static constexpr int kKinds = C::kWeighted ? 3 : 0;
+  // What phases get of a side: see `turn_at`. Where that is much, there is no room for both, nor to collect rows of dV.
+  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
+  static constexpr bool kTurnsApart = kTurned <= kPanel, kValuesByRows = C::kWeighted || kTurnsApart;
   // Tiles of an input, twice; slopes: of the output's gate, times the output's adjoint, without weights of ranks.
   static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kSlope = 6 * kPanel,
                        kInput = (kSlopes ? 7 : 6) * kPanel;
   static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
                        kAdjointM = kM + kPanel, kOutputs = kAdjointM + kPanel,
                        kValueOut = kOutputs + (C::kWeighted ? kPanel : 0),
-                       kTables = kValueOut + (C::kWeighted ? kPanel : 0);  // the last two: of all ranks
+                       kTables = kValueOut + (kValuesByRows ? kPanel : 0);  // the last two: of all ranks
   // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
                        kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (10 * C::kRows + 16) * 4;
-  // What phases get, of each side where there is room: see `turn_at`.
-  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
-  static constexpr bool kTurnsApart = kTurned <= 8192;
   static constexpr int kPhases = kTables + 2 * kTable,
                        kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][two columns]
       kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
@@ -911,11 +911,22 @@ __device__ __forceinline__ void store_half(unsigned panel, const float (&d)[16],
   }
 }
 
+// A warp's 16 rows of a panel, to memory in whole lines.
+template <class C>
+__device__ __forceinline__ void store_rows(const char* panel, bf16* to, const ChunkPlace<C>& place, int h) {
+  const int thread = thread_anew(), first = thread / 32 * 16 + thread % 32 / 8, piece = thread % 8;
+  to += place.token_head(first, h, C::kP) + piece * 8;
+#pragma unroll
+  for (int t = 0; t < 16; t += 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(panel + swizzled(first + t, piece));
+    if (first + t <= place.last) *reinterpret_cast<uint4*>(to + t * C::kHeads * C::kP) = words;
+  }
+}
+
 // The gate's gradient from the output o: in the place of slopes, which no one else reads, then out in whole rows.
 template <class C>
 __device__ __forceinline__ void gate_gradients(const float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
                                                const ChunkMemory<C>& memory, int h, int buffer) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 8;
   const int slopes = buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kSlope;
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -930,11 +941,7 @@ __device__ __forceinline__ void gate_gradients(const float (&o)[32], const Chunk
     store_tiles(own, words);
   }
   __syncwarp();
-#pragma unroll
-  for (int t = first; t < first + 16; t += 4) {
-    const uint4 words = *reinterpret_cast<const uint4*>(memory.base + slopes + swizzled(t, lane % 8));
-    if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + lane % 8 * 8) = words;
-  }
+  store_rows<C>(memory.base + slopes, in.d_z, place, h);
 }
 
 // A thread's part of what is summed over ranks and over tokens: two columns of a rank, in one of the kLanes equal parts
@@ -1056,22 +1063,33 @@ __device__ __forceinline__ void make_products(const ChunkArrays& in, const Chunk
 
 // From dV, where there are no weights of ranks.
 template <class C>
-__device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                int h) {
+__device__ __forceinline__ void value_gradients(float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                const ChunkMemory<C>& memory, int h) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
-  bf16* d_v = in.d_v + place.token_head(row, h, C::kP) + column;
+  if constexpr (C::kFinal) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int c = row + 8 * half;
-    if (c > place.last) continue;
+    for (int half = 0; half < 2; ++half) {
+      if (place.t0 + row + 8 * half != in.seq - 1) continue;
+      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + column;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float2 own = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-      if (C::kFinal && place.t0 + c == in.seq - 1) {
-        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + column;
-        own.x += from[0], own.y += from[1];
+      for (int j = 0; j < 8; ++j) d[4 * j + 2 * half] += from[8 * j], d[4 * j + 2 * half + 1] += from[8 * j + 1];
+    }
+  }
+  if constexpr (ChunkMemory<C>::kValuesByRows) {
+    store_panel(memory.at(ChunkMemory<C>::kValueOut), d);
+    __syncwarp();
+    store_rows<C>(memory.base + ChunkMemory<C>::kValueOut, in.d_v, place, h);
+    __syncwarp();
+  } else {
+    bf16* d_v = in.d_v + place.token_head(row, h, C::kP) + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half > place.last) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        *reinterpret_cast<unsigned*>(d_v + half * 8 * C::kHeads * C::kP + 8 * j) =
+            Pairs16::of(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
       }
-      *reinterpret_cast<unsigned*>(d_v + half * 8 * C::kHeads * C::kP + 8 * j) = Pairs16::of(own.x, own.y);
     }
   }
 }
@@ -1106,7 +1124,7 @@ __device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPl
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.values_here());
   } else {
-    value_gradients<C>(dv, in, place, h);
+    value_gradients<C>(dv, in, place, memory, h);
   }
 }
 
