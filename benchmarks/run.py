@@ -87,7 +87,10 @@ class Run:
         self.started = time.monotonic()
         self.turns: dict[str, float] = {}  # by the output of a worker, since when it is at the device, or inf
         self.ended = ""  # what kept the run from measuring all it was asked for
-        self.cases = [case for word in arguments.cases for case in cases.find(word)]
+        try:
+            self.cases = [case for word in arguments.cases for case in cases.find(word)]
+        except ValueError as error:  # a name that is none
+            raise SystemExit(f"benchmarks: {error}") from error
         self.options = Options(arguments.peer_autotune)
         self.effort = timing.Effort(arguments.sample_ms / 1e3, arguments.repeats)
         now = datetime.datetime.now(datetime.UTC)

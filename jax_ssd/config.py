@@ -116,6 +116,11 @@ def parse_arch(value: str, name: str = "target_arch") -> str:
     return arch
 
 
+def install(*extras: str) -> str:
+    """The command that installs the library with these extras, for messages about what is missing."""
+    return f"pip install '.[{','.join(extras)}]' in a checkout of jax_ssd" if extras else "pip install . in a checkout"
+
+
 _process: dict[str, Any] = {}
 _local: ContextVar[Mapping[str, Any]] = ContextVar("jax_ssd_settings", default={})  # noqa: B039 (never mutated)
 
@@ -154,6 +159,8 @@ def _spell(name: str) -> str:
 def _path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
     if value is None or str(value).lower() == "off":
         return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f'{_spell(name)}: expected an absolute path or "off", got {value!r}. Pass a string or a Path.')
     path = Path(value).expanduser()
     if not path.is_absolute():
         raise ValueError(
@@ -165,15 +172,17 @@ def _path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
 
 def _archs(value: str | tuple[str, ...]) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{_spell('target_arch')}: expected a name such as 'sm_90' or a tuple of them, got {value!r}. An empty "
+            "tuple takes the GPUs that JAX sees."
+        )
     chosen = {parse_arch(name) for name in names}
     return tuple(arch for arch in SUPPORTED_ARCHS if arch in chosen)
 
 
 def _jobs(value: str | int) -> int:
-    try:
-        jobs = int(value)
-    except ValueError:
-        jobs = 0
+    jobs = int(value) if isinstance(value, int) or str(value).strip().isdecimal() else 0
     if jobs < 1:
         raise ValueError(
             f"{_spell('compile_jobs')}: expected a whole number of at least 1, got {value!r}. "

@@ -237,7 +237,11 @@ def _check(
             f"{op}: activation: expected None or 'silu', got {activation!r}; apply another function to the result."
         )
     shapes.require_rank(op, "x", x, len(token_axes), f"({', '.join((*token_axes, 'channels'))})")
-    shapes.require_rank(op, "weight", weight, 2, "(channels, width)")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: weight: expected shape (channels, width) with the {x.shape[-1]} channels of x, got {weight.shape}; "
+            "transpose it, or leave out an axis of size 1 between these two."
+        )
     if weight.shape[1] == 0:
         raise ValueError(f"{op}: weight: expected at least one tap, got shape {weight.shape}; the last is the current.")
     sizes: dict[str, int | tuple[int, ...]] = {
@@ -250,6 +254,7 @@ def _check(
     window = ("...", "width - 1", "channels")
     expected = {"x": (*token_axes, "channels"), "weight": ("channels", "width"), "bias": ("channels",)}
     expected |= {"state": window, "initial_state": window, "segment_ids": token_axes}
+    origins = shapes.origin("x", x, (*token_axes, "channels")) | shapes.origin("weight", weight, ("width - 1",))
     for name, array in {"x": x, "weight": weight, "bias": bias, **more}.items():
         if array is None:
             continue
@@ -257,4 +262,4 @@ def _check(
             shapes.require_float(op, name, array)
         elif not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{op}: {name}: expected an integer type, got {array.dtype.name}; convert it to int32.")
-        shapes.require_shape(op, name, array, expected[name], sizes)
+        shapes.require_shape(op, name, array, expected[name], sizes, origins)

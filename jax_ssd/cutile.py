@@ -22,10 +22,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jax_ssd import sources
+from jax_ssd import config, sources
 from jax_ssd.specs import ArraySpec, CompileArg, CompileError, ConstantSpec, CuTileKernel, ScalarSpec
 
-_CURE = "Install them with `pip install 'jax_ssd[cuda13]'`."
+_CURE = f"To install them: {config.install('cuda13')}."
 _SMALLER = "Smaller tiles or another chunk_size may compile; implementation='xla' needs no compiler."
 
 # What makes a cubin besides cuda-tile: tileiras calls ptxas (in nvcc) and libnvvm.

@@ -76,7 +76,7 @@ def _check(x: jax.Array, z: jax.Array | None, weight: jax.Array | None, group_si
     for name, array in (("x", x), ("z", z), ("weight", weight)):
         if array is not None:
             shapes.require_float(op, name, array)
-            shapes.require_shape(op, name, array, axes[name], sizes)
+            shapes.require_shape(op, name, array, axes[name], sizes, shapes.origin("x", x, ("...", "features")))
     if group_size is not None and x.shape[-1] % group_size:
         raise ValueError(
             f"{op}: group_size: expected a divisor of the {x.shape[-1]} features of x, got {group_size}; "

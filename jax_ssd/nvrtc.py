@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jax_ssd import sources
+from jax_ssd import config, sources
 from jax_ssd.specs import CompileError, CudaKernel
 
-_CURE = "Install them with `pip install 'jax_ssd[cuda13]'`."
+_CURE = f"To install them: {config.install('cuda13')}."
 _STANDARD_OPTIONS = ("--std=c++17", "--generate-line-info")
 
 

@@ -56,6 +56,7 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
     Raises:
       ValueError: an unknown platform.
+      TypeError: `function` is none.
       NotImplementedError: of the implementations asked for none can serve a call, with every reason.
 
     Example:
@@ -70,6 +71,11 @@ def dispatch_paths(function: Callable, *args, platform: str | None = None, **kwa
 
 def calls(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The equations of this library's ops in the traced function, in program order."""
+    if not callable(function):
+        raise TypeError(
+            f"function: expected a function of JAX arrays, got {type(function).__name__}; pass the function itself, "
+            "and its arguments after it."
+        )
     arrays = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
     static = {name: value for name, value in kwargs.items() if name not in arrays}
     traced = jax.make_jaxpr(lambda args, arrays: function(*args, **arrays, **static))(tuple(args), arrays)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ssd import compile, config, dispatch, launch, op, paths, timing, tune
+from jax_ssd import compile, config, dispatch, launch, op, paths, shapes, timing, tune
 from jax_ssd.plans import Buffer, Plan
 from jax_ssd.progress import Progress
 from jax_ssd.tune import Tunable
@@ -103,12 +103,17 @@ def autotune(
       One Tuned per distinct plan, in program order. Empty if the function calls no kernel of this library.
 
     Raises:
+      ValueError, TypeError: `function` is none, or an option out of range.
       NotImplementedError: JAX sees no NVIDIA GPU.
       RuntimeError: a plan does not run with the heuristic's choice either.
     """
+    seconds = shapes.number("autotune", "seconds", seconds)
+    for name, value in {"force": force, "progress": progress, "quick": quick}.items():
+        shapes.flag("autotune", name, value)
+    equations = paths.calls(function, args, kwargs)
     device = tuning_device()
     arch = compile.target_arch(device)
-    calls = plans_of(paths.calls(function, args, kwargs), first=quick)
+    calls = plans_of(equations, first=quick)
     found = []
     with Progress("tuning", len(calls), progress) as shown:
         for tunable, problem in calls:

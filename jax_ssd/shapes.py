@@ -5,24 +5,25 @@ Every message names the argument, what was expected, what was received and the c
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+Sizes = Mapping[str, int | tuple[int, ...]]
+NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 def as_array(op: str, name: str, value) -> jax.Array:
-    """The argument as an array, or a TypeError that names it."""
+    """The argument as an array. Raises TypeError or ValueError, naming it, for what is none."""
     try:
         if value is None:  # which some releases of JAX take for NaN
             raise TypeError("a required argument is missing")
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as cause:
-        raise TypeError(
-            f"{op}: {name}: expected an array, got {type(value).__name__}; pass a jax or numpy array."
-        ) from cause
+        raise _no_array(op, name, value) from cause
     if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
         held = np.iinfo(array.dtype)  # without jax_enable_x64 at most 32 bits, into which others would be wrapped
         if value.min() < held.min or value.max() > held.max:
@@ -33,6 +34,35 @@ def as_array(op: str, name: str, value) -> jax.Array:
     return array
 
 
+def _no_array(op: str, name: str, value) -> Exception:
+    """What keeps a value from being an array, in words."""
+    if isinstance(value, np.ndarray):
+        return TypeError(
+            f"{op}: {name}: expected an array of a type that JAX has, got a numpy array of {value.dtype}; convert it "
+            "with .astype."
+        )
+    nested = isinstance(value, (list, tuple))
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: not isinstance(part, (list, tuple)))
+    for leaf in leaves:
+        number = isinstance(leaf, (bool, int, float, complex, jax.Array))
+        if isinstance(leaf, (np.generic, np.ndarray)):  # not text, objects, dates, long doubles
+            number = leaf.dtype.char not in "USOMmgG"
+        if not number:
+            got = f"a {type(value).__name__} that holds {type(leaf).__name__}" if nested else type(leaf).__name__
+            return TypeError(f"{op}: {name}: expected an array, got {got}; pass a jax or numpy array.")
+    held = jnp.zeros((), int).dtype.name
+    bits = max((int(leaf).bit_length() for leaf in leaves if isinstance(leaf, (int, np.integer))), default=0)
+    if bits >= jnp.iinfo(held).bits:
+        return ValueError(
+            f"{op}: {name}: expected integers that {held} holds, got one of {bits} bits; pass floats if it is no "
+            "label, number labels anew, or set jax_enable_x64."
+        )
+    return ValueError(
+        f"{op}: {name}: expected an array, got a nested {type(value).__name__} whose rows differ in shape; pad them to "
+        "one length."
+    )
+
+
 def require_float(op: str, name: str, array: jax.Array) -> None:
     if array.dtype.name not in FLOATS:
         raise TypeError(
@@ -40,12 +70,14 @@ def require_float(op: str, name: str, array: jax.Array) -> None:
         )
 
 
-def labels(op: str, name: str, value, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -> jax.Array:
+def labels(
+    op: str, name: str, value, letters: Sequence[str], sizes: Sizes, origins: Mapping[str, str] = NOWHERE
+) -> jax.Array:
     """The argument as an array of integers of exactly this shape."""
     array = as_array(op, name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{op}: {name}: expected an integer type, got {array.dtype.name}; convert it to int32.")
-    require_shape(op, name, array, letters, sizes)
+    require_shape(op, name, array, letters, sizes, origins)
     return array
 
 
@@ -59,23 +91,37 @@ def require_dtype(op: str, name: str, array: jax.Array, allowed: Sequence[str], 
 
 
 def require_shape(
-    op: str, name: str, array: jax.Array, letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]
+    op: str,
+    name: str,
+    array: jax.Array,
+    letters: Sequence[str],
+    sizes: Sizes,
+    origins: Mapping[str, str] = NOWHERE,
 ) -> None:
     """Shape must be exactly the named sizes: nothing is broadcast silently.
 
     Args:
       letters: axis names; the name "..." stands for sizes["..."], a tuple.
+      origins: by axis name, the argument that its size was taken from, with its shape (`origin`): it may be the one
+        that is wrong.
     """
     expected = expand(letters, sizes)
     if array.shape != expected:
         words = f"({', '.join(letters)}) = {expected}"
+        others = dict.fromkeys(origins[letter] for letter in letters if letter in origins)
+        beside = " and ".join(other for other in others if not other.startswith(f"{name} of "))
         raise ValueError(
-            f"{op}: {name}: expected shape {words}, got {array.shape}; "
+            f"{op}: {name}: expected shape {words}, got {array.shape}{beside and f' beside {beside}'}; "
             f"reshape, broadcast or transpose {name} so that its axes are these, in this order."
         )
 
 
-def expand(letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -> tuple[int, ...]:
+def origin(name: str, array: jax.Array, letters: Sequence[str]) -> dict[str, str]:
+    """For require_shape: the sizes of these axes were taken from this argument."""
+    return dict.fromkeys(letters, f"{name} of {array.shape}")
+
+
+def expand(letters: Sequence[str], sizes: Sizes) -> tuple[int, ...]:
     shape: list[int] = []
     for letter in letters:
         size = sizes[letter]
@@ -86,7 +132,8 @@ def expand(letters: Sequence[str], sizes: Mapping[str, int | tuple[int, ...]]) -
 def require_rank(op: str, name: str, array: jax.Array, least: int, words: str) -> None:
     if array.ndim < least:
         raise ValueError(
-            f"{op}: {name}: expected at least {least} axes {words}, got shape {array.shape}; add the missing axes."
+            f"{op}: {name}: expected at least {least} {'axis' if least == 1 else 'axes'} {words}, got shape "
+            f"{array.shape}; add the missing axes."
         )
 
 

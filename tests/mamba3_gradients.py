@@ -82,7 +82,8 @@ CASES = {
     # Turned numbers of a row that are no multiple of those of a warp's lanes.
     "model_pairs": {"batch": 1, "seq": 50, "rank": 4, "state": 128, "head_dim": 64, "pairs": 12},
     "siso_model_pairs": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 64, "pairs": 12},
-    "model_bare_pairs": {"batch": 1, "seq": 70, "rank": 2, "state": 128, "head_dim": 64, "pairs": 12, "gate": False},
+    # With 70 tokens the gradients of D would nearly vanish, and rounding alone would be a tenth of them.
+    "model_bare_pairs": {"batch": 1, "seq": 90, "rank": 2, "state": 128, "head_dim": 64, "pairs": 12, "gate": False},
     "wide": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 128, "pairs": 64},
     "large_state": {"seq": 45, "rank": 4, "state": 256, "head_dim": 64, "pairs": 64, "initial": True, "final": True},
     "long": {"batch": 1, "seq": 1300, "rank": 4, "initial": True, "final": True},

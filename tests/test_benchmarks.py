@@ -249,6 +249,8 @@ def test_cases_are_found_by_name_prefix_and_size():
         cases.find("mine=1,128,2,4,16,8,rank=9")
     with pytest.raises(ValueError, match="no size called 'frist'"):
         cases.find("frist")
+    with pytest.raises(SystemExit, match="benchmarks: no size called 'frist'"):
+        run.main(["frist", "--implementations", "plain_xla"])
     with pytest.raises(ValueError, match="multiple of groups"):
         cases.find("mine=1,128,3,4,16,8")
 
@@ -347,3 +349,11 @@ def test_mamba_ssm_compiles_for_the_sizes_of_a_call_or_of_the_case_that_is_rehea
     assert call() == (4, 2048, 32, 1, 128, 256)
     peer.rehearsed = (8, 16384, 32, 1)
     assert call()(None) is None
+
+
+def test_mamba_ssm_as_released_is_asked_for_sequences_of_rank_4_only():
+    peer = object.__new__(mamba_ssm.MambaSsm)
+    peer.name = mamba_ssm.RELEASED
+    assert peer.refuses(cases.CASES["mimo_first"], "forward") is None
+    for other, pass_name in (("first", "forward"), ("siso_first", "forward"), ("mimo_step_b64", "step")):
+        assert peer.refuses(cases.CASES[other], pass_name) == "no other than mamba_ssm here"

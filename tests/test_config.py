@@ -114,6 +114,25 @@ def test_unknown_names_are_refused():
         pass
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("cache_dir", 3, TypeError),
+        ("tuning_file", b"/x", TypeError),
+        ("target_arch", None, TypeError),
+        ("target_arch", 90, TypeError),
+        ("target_arch", [90], TypeError),
+        ("compile_jobs", None, ValueError),
+        ("compile_jobs", 1.5, ValueError),
+        ("mamba3_scan", None, ValueError),
+    ],
+)
+def test_values_of_another_type_are_refused_with_their_name(field, value, error):
+    with pytest.raises(error) as caught, config.override(**{field: value}):
+        pass
+    assert f"{config.VARIABLES[field]}): expected" in str(caught.value) and f"got {value!r}" in str(caught.value)
+
+
 @pytest.mark.parametrize("spelling", ["sm_120", "120", "12.0", " SM_120 "])
 def test_arch_spellings(spelling):
     assert config.parse_arch(spelling) == "sm_120"

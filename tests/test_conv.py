@@ -189,6 +189,12 @@ def test_float64(x64):
     ("error", "words", "arguments"),
     [
         (ValueError, "weight.*channels", {"weight": np.zeros((4, CHANNELS), np.float32)}),
+        (
+            ValueError,
+            "weight: expected .*, width. with the 5 channels of x, got .5, 1, 4.; transpose it, or leave out",
+            {"weight": np.zeros((CHANNELS, 1, 4), np.float32)},
+        ),
+        (ValueError, "weight: expected an array, got a nested list whose rows differ", {"weight": [[1.0, 2.0], [1.0]]}),
         (ValueError, "weight.*tap", {"weight": np.zeros((CHANNELS, 0), np.float32)}),
         (ValueError, "bias", {"bias": np.zeros(4, np.float32)}),
         (ValueError, "initial_state.*width - 1", {"initial_state": np.zeros((4, CHANNELS), np.float32)}),
@@ -219,7 +225,6 @@ X, W = np.ones((2, 5, 3), np.float32), np.ones((3, 4), np.float32)
         ("x", None),
         ("x", "text"),
         ("weight", None),
-        ("weight", [[1.0, 2.0], [1.0]]),
         ("bias", "text"),
         ("segment_ids", {}),
     ],

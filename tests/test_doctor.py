@@ -59,11 +59,28 @@ def test_missing_parts_come_with_their_cure(monkeypatch):
     monkeypatch.setattr(ffi_targets, "missing", lambda: "the extension is missing; `pip install -e .` builds it")
     compilers = section("kernel compilers")
     assert "cuda-tile is not installed" in compilers and "cuda-bindings is not installed" in compilers
-    assert compilers.count("pip install 'jax_ssd[cuda13]'") == 2
+    assert compilers.count("-> pip install '.[cuda13]' in a checkout of jax_ssd") == 2
     assert "-> the extension is missing; `pip install -e .` builds it" in section("extension")
     with config.override(target_arch="sm_90"):
         choice = section("what implementation=None chooses")
     assert "cuda: xla, because" in choice and "not cutile: the extension is missing" in choice
+
+
+def test_each_missing_package_comes_with_its_command(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("jax_ssd", "cuda-tile", "optax") else "1.0")
+    lines = section("versions").splitlines()
+    assert [line.strip() for line in lines if "->" in line] == [
+        "-> for jax_ssd itself: pip install . in a checkout",
+        "-> for kernels on NVIDIA GPUs: pip install '.[cuda13]' in a checkout of jax_ssd",
+        "-> for jax_ssd.flax and jax_ssd.models: pip install '.[flax]' in a checkout of jax_ssd",
+    ]
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.0")
+    assert "->" not in section("versions")
+
+
+def test_a_machine_without_a_driver(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "-> if there is an NVIDIA GPU here: install its driver, r580 or later" in section("GPUs")
 
 
 def test_choice_without_an_architecture_or_a_compiler(monkeypatch):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ssd.flax.nnx import Mamba2, Mamba2Carry
+from jax_ssd.flax.nnx import CausalConv1d, GatedRMSNorm, Mamba2, Mamba2Carry
 
 FEATURES = 16
 SIZES = {"state_dim": 8, "head_dim": 8, "num_groups": 2, "chunk_size": 4, "implementation": "xla"}
@@ -208,7 +208,7 @@ def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
         "    try:\n"
         "        __import__(name)\n"
         "    except ImportError as error:\n"
-        "        assert 'pip install jax_ssd[flax]' in str(error), error\n"
+        "        assert \"pip install '.[flax]' in a checkout\" in str(error), error\n"
         "    else:\n"
         "        raise SystemExit('imported without flax')\n"
     )
@@ -234,12 +234,39 @@ def test_without_flax_the_package_imports_and_the_layer_names_the_extra():
         ({"norm_epsilon": -1.0}, ValueError, "epsilon: expected a finite number"),
         ({"use_norm": "no"}, TypeError, "Mamba2: use_norm: expected True or False, got 'no'"),
         ({"use_bias": 1}, TypeError, "Mamba2: use_bias: expected True or False, got 1"),
-        ({"state_dtype": jnp.int32}, TypeError, "state_dtype: expected a floating type, got .*int32"),
+        ({"state_dtype": jnp.int32}, TypeError, "Mamba2: state_dtype: expected a floating type, got .*int32"),
+        ({"dtype": "bf16"}, TypeError, "Mamba2: dtype: expected a floating type, got 'bf16'; pass"),
+        ({"param_dtype": None}, TypeError, "Mamba2: param_dtype: expected a floating type, got None; pass"),
+        ({"in_features": None}, TypeError, "Mamba2: in_features: expected an integer, got None"),
+        (
+            {"head_dim": 64},
+            ValueError,
+            "Mamba2: head_dim: expected a divisor of expand . in_features = .* = 32, got 64",
+        ),
+        ({"num_groups": 3}, ValueError, "Mamba2: num_groups: expected a divisor of the 4 heads, got 3"),
+        ({"norm_epsilon": -1}, ValueError, "Mamba2: norm_epsilon: expected a finite number"),
+        ({"rngs": 0}, TypeError, "Mamba2: rngs: expected flax.nnx.Rngs, got int; pass for instance"),
+        ({"kernel_init": "zeros"}, TypeError, "Mamba2: kernel_init: expected an initialiser, got 'zeros'; pass"),
+        ({"head_metadata": None}, TypeError, "Mamba2: head_metadata: expected a mapping, got None; leave it out"),
     ],
 )
 def test_slips_are_named_at_construction(changes, error, said):
     with pytest.raises(error, match=said):
-        Mamba2(16, **({"state_dim": 8, "head_dim": 8, "rngs": nnx.Rngs(0)} | changes))
+        Mamba2(**({"in_features": 16, "state_dim": 8, "head_dim": 8, "rngs": nnx.Rngs(0)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("build_part", "error", "said"),
+    [
+        (lambda: GatedRMSNorm(8.0), TypeError, "GatedRMSNorm: features: expected an integer, got 8.0"),  # type: ignore
+        (lambda: GatedRMSNorm(8, group_size=3), ValueError, "GatedRMSNorm: group_size: expected a divisor of the 8"),
+        (lambda: CausalConv1d(8, 0, rngs=nnx.Rngs(0)), ValueError, "CausalConv1d: width: expected at least 1, got 0"),
+        (lambda: CausalConv1d(8, 4, rngs=0), TypeError, "CausalConv1d: rngs: expected flax.nnx.Rngs"),  # type: ignore
+    ],
+)
+def test_slips_in_parts_are_named(build_part, error, said):
+    with pytest.raises(error, match=said):
+        build_part()
 
 
 @cache
@@ -250,7 +277,7 @@ def some_layer() -> Mamba2:
 @pytest.mark.parametrize(
     ("keywords", "error", "said"),
     [
-        ({"x": "text"}, TypeError, "layer: x: expected an array, got str; pass a jax or numpy array"),
+        ({"x": "text"}, TypeError, "Mamba2: x: expected an array, got str; pass a jax or numpy array"),
         (
             {"x": np.ones(16, np.float32)},
             ValueError,
@@ -280,6 +307,35 @@ def test_slips_are_named_at_the_call(keywords, error, said):
 def test_a_step_without_a_carry_is_named():
     with pytest.raises(TypeError, match="Mamba2: carry: expected a Mamba2Carry, got NoneType; pass what initialize_ca"):
         some_layer().step(None, np.ones((2, FEATURES), np.float32))  # type: ignore[arg-type]
+
+
+def test_a_carry_of_another_batch_is_named():
+    layer, x = some_layer(), np.ones((2, 5, FEATURES), np.float32)
+    carry = layer.initialize_carry((2, FEATURES))
+    said = r"Mamba2: {}.conv_x: expected shape \({}, .* got \({}, .* give the carry .* the batch axes of x"
+    with pytest.raises(ValueError, match=said.format("carry", "2, 5", 2)):
+        layer.step(carry, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said.format("initial_carry", 3, 2)):
+        layer(jnp.ones((3, 5, FEATURES)), initial_carry=carry)
+    with pytest.raises(ValueError, match=r"Mamba2: x: expected at least 2 axes"):
+        layer.scan_operands(x[0, 0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "said"),
+    [
+        (2, TypeError, "expected a tuple of sizes, got 2"),
+        (None, TypeError, "expected a tuple of sizes, got None"),
+        ("ab", TypeError, "expected a tuple of sizes, got 'ab'"),
+        ((2.0, FEATURES), TypeError, "expected an integer, got 2.0"),
+        ((-2, FEATURES), ValueError, "expected at least 0, got -2"),
+        ((), ValueError, "expected that of one token, "),
+        ((2,), ValueError, "expected that of one token, "),
+    ],
+)
+def test_a_carry_of_no_shape_is_named(shape, error, said):
+    with pytest.raises(error, match=f"Mamba2: input_shape: {said}"):
+        some_layer().initialize_carry(shape)
 
 
 def test_lists_are_taken_as_arrays():

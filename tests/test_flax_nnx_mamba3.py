@@ -303,6 +303,36 @@ def test_sizes_that_cannot_be_are_named(words, changes):
         build(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_norm": 1}, "use_norm: expected True or False, got 1"),
+        ({"key_dtype": jnp.int32}, "key_dtype: expected a floating type, got .*int32"),
+        ({"rngs": None}, "rngs: expected flax.nnx.Rngs, got NoneType"),
+    ],
+)
+def test_options_of_another_type_are_named(changes, said):
+    with pytest.raises(TypeError, match=f"Mamba3: {said}"):
+        Mamba3(FEATURES, **({**SIZES, "rngs": nnx.Rngs(0)} | changes))
+
+
+def test_carries_that_do_not_fit_are_named():
+    layer, x = build(), jnp.zeros((2, FEATURES))
+    carry = layer.initialize_carry((2, FEATURES))
+    with pytest.raises(TypeError, match="Mamba3: carry: expected a Mamba3State, got NoneType; pass what initialize"):
+        layer.step(None, x)  # type: ignore[arg-type]
+    # A carry without the batch: of as many sequences as heads mamba3_step alone could not tell.
+    tokens = jnp.zeros((layer.heads, FEATURES))
+    with pytest.raises(ValueError, match=r"Mamba3: carry.angle: expected shape \(4, 4, .* got \(4, "):
+        layer.step(layer.initialize_carry((FEATURES,)), tokens)
+    with pytest.raises(ValueError, match=r"Mamba3: carry.angle: expected shape \(2, 5, 4, "):
+        layer.step(carry, jnp.zeros((2, 5, FEATURES)))
+    with pytest.raises(ValueError, match=r"Mamba3: initial_carry.angle: expected shape \(3, "):
+        layer(jnp.zeros((3, 5, FEATURES)), initial_carry=carry)
+    with pytest.raises(TypeError, match="Mamba3: return_carry: expected True or False, got 1"):
+        layer(jnp.zeros((2, 5, FEATURES)), return_carry=1)  # type: ignore[call-overload]
+
+
 def test_wrong_features_are_named():
     layer = build()
     for call in (layer, layer.scan_operands, lambda x: layer.step(layer.initialize_carry((2, FEATURES)), x)):

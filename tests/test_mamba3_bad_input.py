@@ -72,10 +72,10 @@ PARAMETERS = {
     "norm_weight": "heads, head_dim",
 }
 STATES = {
-    "angle": "states, heads, pairs",
-    "ssm": "states, heads, head_dim, state",
-    "k": "states, heads, rank, state",
-    "v": "states, heads, head_dim",
+    "angle": "..., heads, pairs",
+    "ssm": "..., heads, head_dim, state",
+    "k": "..., heads, rank, state",
+    "v": "..., heads, head_dim",
 }
 SHAPES = {
     "mamba3": {
@@ -247,13 +247,51 @@ def test_options_of_the_scan(name, value, error, words):
     check_refused(error, (words,), function, arrays | {name: value})
 
 
-@pytest.mark.parametrize("state", [3.0, (np.zeros(2),) * 3, "zeros"])
-def test_what_is_no_state(state):
+STATE = ALL["initial_state"]
+
+
+@pytest.mark.parametrize(
+    ("state", "got"),
+    [
+        (3.0, "float"),
+        ((np.zeros(2),) * 3, "tuple of 3"),
+        ("zero", "str"),
+        (STATE._asdict(), "dict"),
+        (np.zeros((4, 2, 2, 2, 2)), "ndarray"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_state(state, got):
     for call, given in ((jax_ssd.mamba3, {"initial_state": state}), (jax_ssd.mamba3_step, {"state": state})):
         arrays = dict(ALL) if call is jax_ssd.mamba3 else token(ALL, 0)
         arrays.pop("initial_state")
-        with pytest.raises(TypeError, match="state: expected a Mamba3State of four arrays, got .*pass Mamba3State"):
+        if call is jax_ssd.mamba3 and state is None:
+            continue  # zeros
+        with pytest.raises(TypeError, match=f"state: expected a Mamba3State of four arrays, got {got}; pass") as caught:
             call(**{**arrays, **given})
+        assert "zeros before the first token, jnp.zeros([..., heads, pairs])" in str(caught.value)
+
+
+def test_states_are_named_by_their_axes():
+    arrays, lead = {**ALL, "initial_state": None}, {"two rows": (2,), "one row": (1,)}
+    for rows, bounds, words in (
+        ("two rows", [[0, 2, 5]] * 2, "expected shape (..., sequences, heads, pairs) = (2, 2, 4, 4), got (2, 4, 4)"),
+        ("one row", [0, 2, 5], "expected shape (sequences, heads, pairs) = (2, 4, 4), got (1, 4, 4)"),
+    ):
+        given = {n: a[:1] if n in ("q", "k", "v", "z", "angles", "adt", "dt", "trap") else a for n, a in arrays.items()}
+        given = arrays if rows == "two rows" else given
+        state = jax.tree.map(lambda a, n=lead[rows][0]: a[:n], STATE)
+        with pytest.raises(ValueError) as caught:
+            jax_ssd.mamba3(**{**given, "initial_state": state, "cu_seqlens": jnp.array(bounds)})
+        assert f"mamba3: initial_state.angle: {words} beside" in str(caught.value), caught.value
+
+
+def test_a_batch_of_tokens_beside_a_state_without_batch():
+    arrays, one = token(ALL, 0), jax.tree.map(lambda a: a[0], STATE)
+    arrays.pop("initial_state", None)
+    words = r"mamba3_step: state.v: expected the shape \(2, 4, 8\) of v, .* got \(4, 8\); give the state the batch axes"
+    with pytest.raises(ValueError, match=words):
+        jax_ssd.mamba3_step(**{**arrays, "state": one})
 
 
 # The schedule.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,10 +120,87 @@ def test_generation_names_mistakes():
     assert generate(model, [1, 2], 1).shape == (1,)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layers.*0"):
         LanguageModelConfig(layers=0)
-    with pytest.raises(ValueError, match="mixer must be 'mamba2' or 'mamba3', got 'mamba4'"):
+    with pytest.raises(ValueError, match="mixer: expected one of .'mamba2', 'mamba3'., got 'mamba4'"):
         LanguageModelConfig(mixer="mamba4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mimo_rank is of mixer='mamba3', got 4 with 'mamba2'"):
+    with pytest.raises(ValueError, match="mimo_rank: expected None with mixer='mamba2', got 4"):
         LanguageModelConfig(mimo_rank=4)
+
+
+@pytest.mark.parametrize("key", [0, "seed", jnp.ones(2), jax.random.split(jax.random.key(0))])
+def test_what_is_no_key_is_named(key):
+    with pytest.raises(TypeError, match=r"generate: key: expected one random key, got .*; pass jax.random.key"):
+        generate(nnx.merge(*build()), TOKENS, 1, key=key)
+
+
+def test_what_is_no_model_or_configuration_is_named():
+    model: Any = LanguageModelConfig()
+    said = "{}: model: expected a LanguageModel, got LanguageModelConfig; pass the model itself"
+    with pytest.raises(TypeError, match=said.format("prefill")):
+        prefill(model, TOKENS)
+    with pytest.raises(TypeError, match=said.format("decode")):
+        decode(model, (), TOKENS)
+    with pytest.raises(TypeError, match=said.format("generate")):
+        generate(model, TOKENS, 1)
+    with pytest.raises(TypeError, match="LanguageModel: config: expected a LanguageModelConfig, got dict; pass"):
+        LanguageModel({"layers": 2}, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    changes: dict[str, Any]
+    for changes, error, said in (
+        ({"layers": True}, TypeError, "layers: expected an integer, got True"),
+        ({"vocab_size": 256.0}, TypeError, "vocab_size: expected an integer, got 256.0"),
+        ({"dtype": "bf16"}, TypeError, "dtype: expected a floating type, got 'bf16'"),
+        ({"remat": 1}, TypeError, "remat: expected True or False, got 1"),
+    ):
+        with pytest.raises(error, match=f"LanguageModelConfig: {said}"):
+            LanguageModelConfig(**changes)
+
+
+@MIXERS
+def test_carries_that_do_not_fit_are_named(mixer):
+    model = nnx.merge(*build(**mixer))
+    carry = model.initialize_carry((2,))
+    kind = type(carry[0]).__name__
+    calls: dict[str, Any] = {
+        "carry": (lambda carry: model.step(carry, TOKENS[:, 0]), lambda carry: decode(model, carry, TOKENS)),
+        "initial_carry": (lambda carry: model(TOKENS, initial_carry=carry),),
+    }
+    for name, attempts in calls.items():
+        for attempt in attempts:
+            for wrong, error, said in (  # a carry of Mamba-3 is a tuple of four
+                (
+                    carry[0],
+                    (TypeError, ValueError),
+                    f"LanguageModel: {name}: expected a tuple of 2 carries, .*, got {kind}",
+                ),
+                (carry[:1], ValueError, f"LanguageModel: {name}: expected a tuple of 2 carries, .*, got tuple of 1"),
+                ((carry[0], 3), TypeError, rf"Mamba.: {name}\[1\]: expected a {kind}, got int"),
+                (model.initialize_carry((3,)), ValueError, rf"Mamba.: {name}\[0\].*: expected shape \(2, .* got \(3, "),
+            ):
+                with pytest.raises(error, match=said):
+                    attempt(wrong)
+    with pytest.raises(TypeError, match="LanguageModel: batch_shape: expected a tuple of sizes, got 2"):
+        model.initialize_carry(2)
+    with pytest.raises(TypeError, match="LanguageModel: return_carry: expected True or False, got 1"):
+        model(TOKENS, return_carry=1)
+    with pytest.raises(
+        ValueError, match=r"LanguageModel: tokens: expected at least 1 axis \(..., seq\), got shape \(\)"
+    ):
+        model(3)
+    tokens: Any = TOKENS.tolist()
+    listed = decode(model, carry, tokens)[1]
+    np.testing.assert_array_equal(listed, decode(model, carry, TOKENS)[1])
+
+
+def test_parts_of_a_training_step_are_named():
+    graphdef, params = build()
+    optimizer = adamw(1e-3)
+    with pytest.raises(TypeError, match="make_train_step: graphdef: expected an nnx.GraphDef, got LanguageModel; pass"):
+        make_train_step(nnx.merge(graphdef, params), optimizer)
+    with pytest.raises(TypeError, match="make_train_step: optimizer: expected an optax.Gradient.*, got float; pass"):
+        make_train_step(graphdef, 1e-3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="make_train_step: state: expected a TrainState, got State; pass TrainState"):
+        make_train_step(graphdef, optimizer)(params, TOKENS)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="adamw: learning_rate: expected a number, got 'fast'"):
+        adamw("fast")  # type: ignore[arg-type]
 
 
 def test_bits():
@@ -143,9 +221,10 @@ def test_bits_of_targets_that_do_not_fit():
         (targets.astype(jnp.float32), None, TypeError),
         (targets, jnp.ones((3,), jnp.bool_), ValueError),
         (targets, targets, TypeError),
+        ("text", None, TypeError),
     ):
         with pytest.raises(error, match="bits_per_token: "):
-            bits_per_token(logits, wrong, mask)
+            bits_per_token(logits, wrong, mask)  # pyright: ignore[reportArgumentType]
 
 
 def test_rows_of_one_token_predict_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
@@ -99,10 +100,13 @@ def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any])
 
 def _small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
     choice = choice_of(tunable, problem_of(tunable.op, record["problem"]), result)
-    seq = 1 if tunable.op.endswith("step") else 2 * getattr(choice, "chunk", 64) + 1
-    for heads in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
-        told = record["problem"] | {"batch": 1, "seq": seq, "heads": heads, "groups": 1, "return_final_state": True}
-        p = problem_of(tunable.op, told)
+    told, chunk = record["problem"], getattr(choice, "chunk", 64)
+    short = told | {"batch": min(told["batch"], 5)}  # rows that share a chunk keep their length, without a state
+    sizes = [told | {"batch": 1, "seq": n, "return_final_state": True} for n in (2 * chunk + 1, 4 * chunk)]
+    if tunable.op.endswith("step"):
+        sizes = [told | {"batch": 1}]
+    for size, heads in itertools.product([*sizes, short], (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
+        p = problem_of(tunable.op, size | {"heads": heads, "groups": 1})
         try:
             tunable.make(p, choice)
         except (ValueError, NotImplementedError):

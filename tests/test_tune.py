@@ -538,6 +538,39 @@ def test_commands(capsys, own_file, bench):
         command_line.main(["tune", "frist"])
 
 
+@pytest.mark.parametrize("command", ["tune", "compile"])
+def test_a_pass_that_no_size_has(command):
+    with pytest.raises(SystemExit, match="jax_ssd: step step_b1 has no forward; leave --passes out"):
+        command_line.main([command, "step", "step_b1", "--passes", "forward"])
+
+
+def test_nonsense_for_the_tune_command(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        command_line.main(["tune", "first", "--dry-run", "--arch", "sm_90,hopper"])
+    assert "--arch: expected one of sm_80" in capsys.readouterr().err
+    monkeypatch.setattr(config, "settings", lambda: config.Settings(target_arch="hopper"))  # type: ignore[arg-type]
+    assert command_line.main(["tune", "first", "--dry-run"]) == 1
+    assert "JAX_SSD_TARGET_ARCH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "said"),
+    [
+        ((None,), {}, TypeError, "function: expected a function of JAX arrays, got NoneType; pass the function itself"),
+        ((jnp.ones(2),), {}, TypeError, "function: expected a function of JAX arrays, got "),
+        ((jnp.sin, 1.0), {"seconds": "long"}, TypeError, "autotune: seconds: expected a number, got 'long'"),
+        ((jnp.sin, 1.0), {"seconds": -1}, ValueError, "autotune: seconds: expected a finite number of at least 0"),
+        ((jnp.sin, 1.0), {"quick": 1}, TypeError, "autotune: quick: expected True or False, got 1"),
+    ],
+)
+def test_autotune_of_what_is_none(arguments, options, error, said):
+    with pytest.raises(error, match=said):
+        jax_ssd.autotune(*arguments, **options)
+    if not options:
+        with pytest.raises(error, match=said):
+            jax_ssd.dispatch_paths(*arguments)
+
+
 def test_the_tune_command_can_be_interrupted(capsys, own_file, bench, monkeypatch):
     words = ["tune", "first", "--passes", "forward", "--output", str(own_file)]
     assert command_line.main(words) == 0

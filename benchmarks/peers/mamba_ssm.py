@@ -6,7 +6,7 @@ that tuning chose before at the benchmarks' main cases, and nothing is tuned. Th
 file.
 
 Its TileLang kernels are compiled for each size here. The releases 2.3.2 and 2.3.2.post1 leave sizes to run time, which
-costs them a factor of about 2.5 and which upstream took back after them (its #965 and #968).
+costs them a factor of about 2.5 and which upstream took back after them (its #965 and #968): mamba_ssm:released.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.peers.base import Options, Peer, Variant, version_of
 
+RELEASED = "mamba_ssm:released"
 _MODULES = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
 _MAMBA3_MODULES = ("mamba3.angle_dt", "mamba3.mamba3_siso_fwd", "mamba3.mamba3_siso_bwd")
 # Chosen on an H200 from five of each at (4,16384,1,8,128,64) and (8,4096,1,80,128,64), chunk size 128, bfloat16.
@@ -47,11 +48,11 @@ PINNED: dict[str, dict[str, int]] = {
 
 
 class MambaSsm(Peer):
-    name = "mamba_ssm"
     framework = "torch"
     most_calls = 8
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, name: str, options: Options) -> None:
+        self.name = name
         pinned = options.peer_autotune == "quick" and options.peer_configs == 1
         self.chunks = (64, 128, 256) if options.peer_autotune == "full" else (128,) if pinned else (128, 256)
         self.tuners = dict(_autotuners())
@@ -66,6 +67,8 @@ class MambaSsm(Peer):
         self.sized = False
 
     def refuses(self, case: Case, pass_name: str) -> str | None:
+        if self.name == RELEASED and (case.rank < 2 or case.is_step):
+            return "no other than mamba_ssm here"
         if pass_name == "decode":
             return "torch has no scan; see step"
         if case.rank == 1 and case.dtype != "bfloat16":
@@ -134,7 +137,7 @@ class MambaSsm(Peer):
         import torch
         from mamba_ssm.ops.tilelang.mamba3 import mamba3_mimo, mamba3_mimo_bwd, mamba3_mimo_fwd
 
-        if not self.sized:
+        if not self.sized and self.name != RELEASED:
             self._compile_for_sizes(mamba3_mimo_fwd, "mamba_mimo_fwd")
             self._compile_for_sizes(mamba3_mimo_bwd, "mamba_mimo_bwd_fwd")
             self._compile_for_sizes(mamba3_mimo_bwd, "mamba_mimo_bwd_bwd")
@@ -346,6 +349,8 @@ def load(name: str, options: Options) -> Peer:
     import mamba_ssm.ops.triton.ssd_combined  # noqa: F401  (its absence is the reason the rows will show)
     import torch
 
+    if name not in ("mamba_ssm", RELEASED):
+        raise NotImplementedError(f"there is no {name}, but mamba_ssm and {RELEASED}")
     if not torch.cuda.is_available():
         raise NotImplementedError("Triton kernels need a GPU that torch can see")
-    return MambaSsm(options)
+    return MambaSsm(name, options)

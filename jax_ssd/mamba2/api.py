@@ -156,7 +156,8 @@ def mamba2(
     sizes = _sizes(x, arrays["B"], lead=x.shape[:-3], seq=x.shape[-3])
     _check(name, arrays, sizes, token_axes=("...", "seq"), state="initial_state")
     if segment_ids is not None:
-        segment_ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+        origins = shapes.origin("x", x, ("...", "seq"))
+        segment_ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes, origins)
 
     lead, batch = sizes["..."], math.prod(sizes["..."])
     per_head = _per_head_rows(arrays, accumulator(x.dtype), sizes)
@@ -345,10 +346,12 @@ def _check(name: str, arrays: dict[str, jax.Array], sizes, token_axes: tuple[str
     expected |= {"A": ("heads",), "dt_bias": ("heads",), state: ("...", "heads", "head_dim", "state")}
     if "D" in arrays:
         expected["D"] = ("heads", "head_dim") if arrays["D"].ndim == 2 else ("heads",)
+    origins = shapes.origin("x", arrays["x"], (*token_axes, "heads", "head_dim"))
+    origins |= shapes.origin("B", arrays["B"], ("groups", "state"))
     x_dtype = arrays["x"].dtype.name
     for key, array in arrays.items():
         shapes.require_float(name, key, array)
-        shapes.require_shape(name, key, array, expected[key], sizes)
+        shapes.require_shape(name, key, array, expected[key], sizes, origins)
         if key in ("B", "C", "z"):
             shapes.require_dtype(name, key, array, (x_dtype,), "the type of x")
         if key == "dt":

@@ -214,7 +214,10 @@ def mamba3(
     sizes = _sizes(name, arrays, lead=v.shape[:-3], seq=v.shape[-3])
     sizes["states"] = sizes["..."]
     bounds = None if cu_seqlens is None else _boundaries(name, cu_seqlens, sizes)
-    ids = None if segment_ids is None else shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes)
+    origins = shapes.origin("v", v, ("...", "seq"))
+    ids = None
+    if segment_ids is not None:
+        ids = shapes.labels(name, "segment_ids", segment_ids, ("...", "seq"), sizes, origins)
     if bounds is not None and ids is not None:
         raise ValueError(
             f"{name}: segment_ids: expected None beside cu_seqlens, got an array; each of them says alone where packed "
@@ -290,9 +293,12 @@ def mamba3_step(
     Where v has an axis more than the state's v, it is that of several tokens known at the same time, such as drafted
     ones or a piece of a prompt; so the state must have the batch axes of its tokens. q, k, v, z, angles, adt, dt and
     trap have then the seq axis that `mamba3` gives them, v [..., seq, heads, head_dim] and dt [..., heads, seq], and so
-    has y. The state is the one after the last token; where drafted tokens are refused, step again from the state before
-    with the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for
-    each token gives. For tens of tokens `mamba3` with an initial state is faster.
+    has y. A state that lacks the batch axis is refused, but not beside as many sequences as heads: that has, in every
+    array, the shape of so many tokens of one sequence.
+
+    The state is the one after the last token; where drafted tokens are refused, step again from the state before with
+    the accepted ones. "cuda" reads and writes the state once in such a call, and gives the bits that a call for each
+    token gives. For tens of tokens `mamba3` with an initial state is faster.
 
     Args:
       state: Mamba3State with the leading axes of v. angle should be float32, which "cuda" insists on; the new state
@@ -332,7 +338,7 @@ def mamba3_step(
     arrays = _arrays(
         name,
         "state",
-        () if state is None else state,  # None is refused like anything that is no state
+        state,
         *(q, k, v, q_bias, k_bias, mimo_v, mimo_o, angles, adt, dt, trap, z, mimo_z, D, norm_weight),
     )
     v = arrays["v"]
@@ -427,9 +433,10 @@ def mamba3_schedule(
         "dt_bias": ("heads",),
         "angles": ("...", "seq", "pairs") if shared else ("...", "seq", "heads", "pairs"),
     }
+    origins = shapes.origin("dd_dt", arrays["dd_dt"], ("...", "seq", "heads"))
     for key, array in arrays.items():
         shapes.require_float(name, key, array)
-        shapes.require_shape(name, key, array, expected[key], sizes)
+        shapes.require_shape(name, key, array, expected[key], sizes, origins)
     shapes.require_choice(name, "A_map", A_map, ("softplus", "heavy_tailed"))
     floor = shapes.number(name, "A_floor", A_floor)
     dtype = accumulator(arrays["dd_dt"].dtype)
@@ -481,15 +488,16 @@ def _arrays(name: str, state_name: str, state, *arguments) -> dict[str, jax.Arra
     """The arguments that are given, by their names; the state's pieces as "initial_state.angle" and so on."""
     named = zip(_ARGUMENTS, arguments, strict=True)
     given = {key: value for key, value in named if value is not None or key not in _OPTIONAL}
-    if state is not None:
-        try:
-            pieces = Mamba3State(*state)
-        except TypeError as cause:
+    if state is not None or name == "mamba3_step":
+        if not isinstance(state, (tuple, list)) or len(state) != len(Mamba3State._fields):
+            count = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
             raise TypeError(
-                f"{name}: {state_name}: expected a Mamba3State of four arrays, got {type(state).__name__}; pass "
-                "Mamba3State(angle, ssm, k, v), for instance the one that mamba3 returned."
-            ) from cause
-        given |= {f"{state_name}.{key}": value for key, value in pieces._asdict().items()}
+                f"{name}: {state_name}: expected a Mamba3State of four arrays, got {type(state).__name__}{count}; pass "
+                "Mamba3State(angle, ssm, k, v): the one that mamba3 with return_final_state=True or the last step "
+                "returned, or zeros before the first token, jnp.zeros([..., heads, pairs]), [..., heads, head_dim, "
+                "state], [..., heads, rank, state] (SISO: without rank) and [..., heads, head_dim]."
+            )
+        given |= {f"{state_name}.{key}": value for key, value in zip(Mamba3State._fields, state, strict=True)}
     return {key: shapes.as_array(name, key, value) for key, value in given.items()}
 
 
@@ -509,6 +517,14 @@ def _several(name: str, arrays: dict[str, jax.Array]) -> bool:
             f"{name}: q: expected {'a' if axes['v'] else 'no'} seq axis, as v of {arrays['v'].shape} {words} has, got "
             f"{arrays['q'].shape}; give every array of tokens that axis, or none."
         )
+    if axes["v"] == 1:
+        *lead, seq, heads, _ = arrays["v"].shape
+        if seq != heads and all(arrays[key].shape == (*lead, seq, heads) for key in ("adt", "dt", "trap")):
+            raise ValueError(
+                f"{name}: state.v: expected the shape {arrays['v'].shape} of v, as adt, dt and trap of "
+                f"{arrays['adt'].shape} are those of one token, got {arrays['state.v'].shape}; give the state the "
+                "batch axes of its tokens or, for several tokens of a sequence, swap the last axes of adt, dt and trap."
+            )
     return axes["v"] == 1
 
 
@@ -591,6 +607,9 @@ def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str, id
     """Shapes, types and signs of every array but segment_ids (`ids`) and cu_seqlens, from one table."""
     rank = ("rank",) if "mimo_v" in arrays else ()
     schedule = ("...", "heads", *token_axes[1:])
+    states: tuple[str, ...] = ("...",)
+    if "sequences" in sizes:  # boundaries without batch axes serve a batch of one
+        states = ("...", "sequences") if len(sizes["states"]) > len(sizes["..."]) else ("sequences",)
     expected: dict[str, tuple[str, ...]] = {
         **dict.fromkeys(("q", "k"), (*token_axes, *rank, "groups", "state")),
         **dict.fromkeys(("v", "z"), (*token_axes, "heads", "head_dim")),
@@ -600,17 +619,20 @@ def _check(name: str, arrays, sizes, token_axes: tuple[str, ...], state: str, id
         "angles": (*token_axes, "heads", "pairs"),
         "D": ("heads",),
         "norm_weight": ("heads", "head_dim"),
-        f"{state}.angle": ("states", "heads", "pairs"),
-        f"{state}.ssm": ("states", "heads", "head_dim", "state"),
-        f"{state}.k": ("states", "heads", *rank, "state"),
-        f"{state}.v": ("states", "heads", "head_dim"),
+        f"{state}.angle": (*states, "heads", "pairs"),
+        f"{state}.ssm": (*states, "heads", "head_dim", "state"),
+        f"{state}.k": (*states, "heads", *rank, "state"),
+        f"{state}.v": (*states, "heads", "head_dim"),
     }
     if "norm_weight" in arrays and arrays["norm_weight"].ndim == 1:
         expected["norm_weight"] = ("heads * head_dim",)
+    origins = shapes.origin("v", arrays["v"], (*token_axes, "heads", "head_dim", "heads * head_dim"))
+    origins |= shapes.origin("q", arrays["q"], ("rank", "groups", "state"))
+    origins |= shapes.origin("angles", arrays["angles"], ("pairs",))
     _check_presence(name, arrays)
     for key, array in arrays.items():
         shapes.require_float(name, key, array)
-        shapes.require_shape(name, key, array, expected[key], sizes)
+        shapes.require_shape(name, key, array, expected[key], sizes, origins)
         if key in ("k", "v", "z"):
             shapes.require_dtype(name, key, array, (arrays["q"].dtype.name,), "the type of q")
     adt, labels = _concrete(arrays["adt"]), None if ids is None else _concrete(ids)

@@ -22,6 +22,7 @@ FILE = "mamba3_backward.cu"
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
+SCHEDULE_LANES, SCHEDULE_DEPTH = (32, 16, 8), 2
 TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
@@ -29,7 +30,7 @@ ROWS = 64  # of a tile: tokens x ranks of a chunk
 SMALL_ROWS = 32  # where memory is scarce
 # Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it the
 # rounding errors of its chunks' states add up. 16-bit states of all chunks by the general kernels.
-SPAN, SPAN_CHUNKS, SPAN_THREADS = {"bfloat16": 1, "float32": 128}, 8, 256
+SPAN, SPAN_CHUNKS, SPAN_THREADS = {"bfloat16": 1, "float32": 128}, 8, 512
 LARGEST_STATE = 256
 LARGEST_HEAD_DIM = 128
 LARGE_ROWS_STATE = 128  # up to which registers hold the gradients of so many rows of q or k
@@ -157,6 +158,22 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     return panels * 8192 + 2 * table + sums + 96
 
 
+def schedule_shared(problem: Problem, lanes: int) -> int:
+    """`ScheduleShare::Memory` of mamba3_backward_time.cu: angles and steps of rounds, sums of warps and blocks."""
+    units = problem.pairs // 4
+    even = lanes % units == 0 or units % lanes == 0
+    heads = (lanes + (1 if even else 2) * (units - 1)) // units
+    rounds = SCHEDULE_DEPTH * (CLUSTER_THREADS * 8 * 16 + CLUSTER_THREADS // lanes * heads * 8 * 4)
+    return rounds + (CLUSTER_THREADS // 32 + 2 * TIME_BLOCKS) * lanes * 16 + 16
+
+
+def time_shared(problem: Problem, span: int) -> int:
+    """`SpanShare::Memory` of mamba3_backward_time.cu: angles, a state and its adjoint, sums, steps and so on."""
+    p, lanes = problem, _lanes(problem)
+    states = 16 if "d_state_ssm" in p.given else 4 * p.head_dim * lanes * 8
+    return span * (lanes * 16 + lanes * lanes // 8 + 5 * 4) + states
+
+
 def ranks(problem: Problem) -> int:
     """Rows of a tile per token: a power of two."""
     return 1 << (problem.rank - 1).bit_length()
@@ -269,6 +286,8 @@ class _Builder:
         self.span = max(1, SPAN[p.dtype] // config.tokens) * config.tokens
         if config.warpgroups:  # of one block, whose threads take eight tokens each
             self.span = min(SPAN_CHUNKS * config.tokens, SPAN_THREADS // _lanes(p) * 8)
+            if p.batch * p.heads * math.ceil(p.seq / self.span) < 2 * MULTIPROCESSORS:
+                self.span //= 2
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _wide(p)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
@@ -300,6 +319,7 @@ class _Builder:
         self.scratch = (
             *(Buffer(name, shape, "float32") for name, shape in floats.items()),
             *(Buffer(name, shape, p.dtype) for name, shape in values.items()),
+            *([Buffer("phases", (*heads, p.pairs), "uint16")] if config.warpgroups else []),
             Buffer(
                 "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
             ),
@@ -405,9 +425,14 @@ class _Builder:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
         p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
-        general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
-        schedule = tuple(name for name in schedule if name not in general)
-        walk = (*(name for name in walk if name not in general), "ends", "totals")
+
+        def own(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
+            """Instead of rests, of which they have none, they take phases from an array of their own."""
+            without = ("normed", "cu_seqlens", *without)
+            return tuple("phases" if name == "rest" else name for name in names if name not in without)
+
+        schedule, walk, chunk = own(schedule, "grad_angles"), own(walk, "grad_angles"), own(chunk)
+        walk += ("ends", "totals")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
@@ -415,16 +440,24 @@ class _Builder:
 
         launches = [walks(", true")] * (self.segments > 1) + [walks(", false")]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
-        # Twice as many clusters as fit at once, of as many heads as it takes: the next head's inputs come early.
-        clusters = math.ceil(rows / max(1, round(rows / (4 * MULTIPROCESSORS // TIME_BLOCKS))))
-        chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
         shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
         return [
-            launch(TIME_FILE, "schedule", (TIME_BLOCKS, clusters, 1), CLUSTER_THREADS, schedule, clustered=True),
+            self.warpgroup_schedule(schedule),
             *launches,
             launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
         ]
+
+    def warpgroup_schedule(self, arrays: tuple[str, ...]) -> Launch:
+        """Clusters take columns of a row of the batch, four of each lane; two blocks are on a multiprocessor."""
+        p, slots = self.problem, 2 * MULTIPROCESSORS
+        groups = {lanes: p.batch * math.ceil(p.heads * p.pairs / (4 * lanes)) for lanes in SCHEDULE_LANES}
+        lanes = next((n for n in SCHEDULE_LANES if TIME_BLOCKS * groups[n] > 0.9 * slots), SCHEDULE_LANES[-1])
+        blocks = TIME_BLOCKS if TIME_BLOCKS * groups[lanes] <= slots else TIME_BLOCKS // 2
+        rounds = math.ceil(groups[lanes] / (slots // blocks))
+        grid, shared = (blocks, math.ceil(groups[lanes] / rounds), 1), schedule_shared(p, lanes)
+        name = f"schedule, {lanes}"
+        return self.warpgroup_launch(TIME_FILE, name, grid, CLUSTER_THREADS, arrays, shared, cluster=blocks)
 
     def warpgroup_time(self, time: tuple[str, ...]) -> Launch:
         """A block a span of a head, after those that sum up parameters."""
@@ -432,11 +465,11 @@ class _Builder:
         sums = p.batch * math.ceil(p.heads * self.record // 2 / threads)
         grid = (sums + p.batch * p.heads * math.ceil(p.seq / self.span), 1, 1)
         arrays = tuple(name for name in time if name not in ("cu_seqlens", "grad_norm_weight"))
-        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays)
+        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays, time_shared(p, self.span))
 
     def warpgroup_launch(
         self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
-        numbers: tuple[int, ...] = (), clustered: bool = False
+        numbers: tuple[int, ...] = (), cluster: int = 0
     ) -> Launch:  # fmt: skip
         """name: the kernel's, with what follows the call among its template arguments. Absent arrays are never touched;
         any other stands in for them."""
@@ -449,10 +482,9 @@ class _Builder:
         )
         arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
         scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-        cluster = (TIME_BLOCKS, 1, 1) if clustered else None
         source = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
-        pdl = name != "schedule"
-        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, cluster, pdl)
+        clusters = (cluster, 1, 1) if cluster else None
+        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, clusters, pdl=not cluster)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,

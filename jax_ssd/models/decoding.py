@@ -30,7 +30,7 @@ class Decoder:
     """
 
     def __init__(self, model: LanguageModel, recurrence: Callable[..., tuple[Any, jax.Array]] | None = None) -> None:
-        self.model = model
+        self.model = _model("Decoder", model)
         self.layers: list[Any] = [
             Mamba2Decoder(block.mixer, recurrence, block.norm)
             if isinstance(block.mixer, Mamba2)
@@ -61,6 +61,23 @@ class Decoder:
         return (position + 1, tuple(carries)), self.model.head(x, self.head)
 
 
+def _model(function: str, model: Any) -> LanguageModel:
+    if not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"{function}: model: expected a LanguageModel, got {type(model).__name__}; pass the model itself."
+        )
+    return model
+
+
+def _require_key(function: str, key: Any) -> None:
+    """Raises TypeError for what JAX does not take for one random key."""
+    try:
+        jax.eval_shape(lambda: jax.random.fold_in(key, 0))
+    except (TypeError, ValueError) as cause:
+        got = f"shape {key.shape}, {key.dtype}" if hasattr(key, "shape") else repr(key)
+        raise TypeError(f"{function}: key: expected one random key, got {got}; pass jax.random.key(0).") from cause
+
+
 def prefill(
     model: LanguageModel, tokens: jax.Array, *, segment_ids: jax.Array | None = None
 ) -> tuple[Carry, jax.Array]:
@@ -77,6 +94,7 @@ def prefill(
     Raises:
       ValueError: ``tokens`` has no token.
     """
+    model = _model("prefill", model)
     tokens = shapes.as_array("prefill", "tokens", tokens)
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
         raise ValueError(
@@ -97,7 +115,14 @@ def decode(model: LanguageModel, carry: Carry, tokens: jax.Array) -> tuple[Carry
 
     Returns:
       The carry after the last token and logits ``[..., seq, vocab_size]``, equal to those of a full pass.
+
+    Raises:
+      ValueError, TypeError: ``carry`` is none of the model for as many sequences, or ``tokens`` no array of token ids.
     """
+    model = _model("decode", model)
+    tokens = shapes.as_array("decode", "tokens", tokens)
+    shapes.require_rank("decode", "tokens", tokens, 1, "(..., seq)")
+    model.check_carry("carry", carry, tokens.shape[:-1])
     decoder = Decoder(model)
     packed, logits = jax.lax.scan(decoder.step, decoder.pack(carry), jnp.moveaxis(tokens, -1, 0))
     return decoder.unpack(packed), jnp.moveaxis(logits, 0, -2)
@@ -125,7 +150,7 @@ def generate(
 
     Raises:
       ValueError: an argument is out of range.
-      TypeError: ``prompt`` holds no integers, ``length`` is none, or ``temperature`` no number.
+      TypeError: ``prompt`` holds no integers, ``length`` is none, ``temperature`` no number, or ``key`` no key.
     """
     length = shapes.integer("generate", "length", length, least=0)
     if not isinstance(temperature, Tracer):
@@ -134,9 +159,12 @@ def generate(
             raise ValueError(
                 "generate: temperature: expected a number above 0, got 0.0; leave key out to take the likeliest token."
             )
+    model = _model("generate", model)
+    if key is not None:
+        _require_key("generate", key)
     prompt = shapes.as_array("generate", "prompt", prompt)
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"generate: prompt: expected token ids, integers, got {prompt.dtype.name}.")
+        raise TypeError(f"generate: prompt: expected token ids, integers, got {prompt.dtype.name}; use .astype.")
     if prompt.ndim == 0 or prompt.shape[-1] == 0:
         raise ValueError(
             f"generate: prompt: expected [..., seq] with at least one token, got shape {prompt.shape}; start with a "

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ssd import shapes
 from jax_ssd.flax.nnx import Initializer, Mamba2, Mamba2Carry, Mamba3, Mamba3State
+from jax_ssd.flax.nnx.parameters import batch_axes, float_type, positive, require_rngs
 
 LayerCarry = Mamba2Carry | Mamba3State
 Carry = tuple[LayerCarry, ...]
@@ -57,13 +58,18 @@ class LanguageModelConfig:
     remat: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "features", "layers", "state_dim", "head_dim", "expand", "num_groups", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.mixer not in ("mamba2", "mamba3"):
-            raise ValueError(f"mixer must be 'mamba2' or 'mamba3', got {self.mixer!r}.")
+        sizes = ("vocab_size", "features", "layers", "state_dim", "head_dim", "expand", "num_groups", "conv_width")
+        positive("LanguageModelConfig", **{name: getattr(self, name) for name in sizes})
+        shapes.require_choice("LanguageModelConfig", "mixer", self.mixer, ("mamba2", "mamba3"))
         if self.mixer == "mamba2" and self.mimo_rank is not None:
-            raise ValueError(f"mimo_rank is of mixer='mamba3', got {self.mimo_rank} with 'mamba2'; leave it out.")
+            raise ValueError(
+                f"LanguageModelConfig: mimo_rank: expected None with mixer='mamba2', got {self.mimo_rank}; leave it "
+                "out, or take 'mamba3'."
+            )
+        if self.dtype is not None:
+            float_type("LanguageModelConfig", "dtype", self.dtype)
+        float_type("LanguageModelConfig", "param_dtype", self.param_dtype)
+        shapes.flag("LanguageModelConfig", "remat", self.remat)
 
 
 class Block(nnx.Module):
@@ -100,6 +106,12 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
+        if not isinstance(config, LanguageModelConfig):
+            raise TypeError(
+                f"LanguageModel: config: expected a LanguageModelConfig, got {type(config).__name__}; pass for "
+                "instance LanguageModelConfig(features=128)."
+            )
+        require_rngs("LanguageModel", rngs)
         self.config = config
         self.embedding = nnx.Embed(
             config.vocab_size,
@@ -146,11 +158,11 @@ class LanguageModel(nnx.Module):
         is counted from the end.
         """
         run_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
-        if initial_carry is not None and len(initial_carry) != len(self.blocks):
-            raise ValueError(
-                f"initial_carry: expected {len(self.blocks)} carries, one for each layer, got {len(initial_carry)}; "
-                "pass what return_carry=True or initialize_carry gave."
-            )
+        tokens = shapes.as_array("LanguageModel", "tokens", tokens)
+        shapes.require_rank("LanguageModel", "tokens", tokens, 1, "(..., seq)")
+        return_carry = shapes.flag("LanguageModel", "return_carry", return_carry)
+        if initial_carry is not None:
+            self.check_carry("initial_carry", initial_carry, tokens.shape[:-1])
         x = _rows(self.embedding.embedding[...].astype(jnp.float32), tokens)
         carries = []
         for index, block in enumerate(self.blocks):
@@ -162,6 +174,7 @@ class LanguageModel(nnx.Module):
     def step(self, carry: Carry, token: jax.Array) -> tuple[Carry, jax.Array]:
         """``token [...]`` -> ``(carry, logits [..., vocab_size])``; the body of a ``lax.scan``."""
         x = self.embed(token)
+        self.check_carry("carry", carry, x.shape[:-1])
         carries = []
         for block, state in zip(self.blocks, carry, strict=True):
             state, x = block.step(state, x)
@@ -170,7 +183,19 @@ class LanguageModel(nnx.Module):
 
     def initialize_carry(self, batch_shape: Sequence[int]) -> Carry:
         """The carry before the first token of ``batch_shape`` sequences."""
-        return tuple(block.mixer.initialize_carry((*batch_shape, self.config.features)) for block in self.blocks)
+        axes = batch_axes("LanguageModel", "batch_shape", batch_shape)
+        return tuple(block.mixer.initialize_carry((*axes, self.config.features)) for block in self.blocks)
+
+    def check_carry(self, name: str, carry: Any, batch: tuple[int, ...]) -> None:
+        """Raises TypeError or ValueError, in which the carry has this name, unless it is one of these batch axes."""
+        if not isinstance(carry, (tuple, list)) or len(carry) != len(self.blocks):
+            count = f" of {len(carry)}" if isinstance(carry, (tuple, list)) else ""
+            raise (ValueError if count else TypeError)(
+                f"LanguageModel: {name}: expected a tuple of {len(self.blocks)} carries, one for each layer, got "
+                f"{type(carry).__name__}{count}; pass what return_carry=True, step or initialize_carry gave."
+            )
+        for index, (block, one) in enumerate(zip(self.blocks, carry, strict=True)):
+            block.mixer.check_carry(f"{name}[{index}]", one, batch)
 
     def embed(self, token: jax.Array) -> jax.Array:
         """``token [...]`` -> ``[..., features]`` float32, of one token: here the rows are converted, not the table."""
@@ -206,18 +231,27 @@ def bits_per_token(logits: jax.Array, targets: jax.Array, mask: jax.Array | None
       ValueError: targets or mask are not of the logits' shape, or there is no position.
       TypeError: targets are not integers, or the mask is not bool.
     """
+    name = "bits_per_token"
+    logits, targets = shapes.as_array(name, "logits", logits), shapes.as_array(name, "targets", targets)
+    mask = None if mask is None else shapes.as_array(name, "mask", mask)
+    shapes.require_float(name, "logits", logits)
+    shapes.require_rank(name, "logits", logits, 1, "(..., seq, vocab_size)")
     positions = logits.shape[:-1]
     if targets.shape != positions or targets.size == 0:
         raise ValueError(
             f"bits_per_token: targets: expected one for each position of the logits {positions} and at least one, got "
-            f"shape {targets.shape}."
+            f"shape {targets.shape}; leave out the positions that have none."
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"bits_per_token: targets: expected token ids, integers, got {targets.dtype.name}.")
+        raise TypeError(
+            f"bits_per_token: targets: expected token ids, integers, got {targets.dtype.name}; use .astype."
+        )
     if mask is not None and mask.shape != positions:
-        raise ValueError(f"bits_per_token: mask: expected the shape of the targets {positions}, got {mask.shape}.")
+        raise ValueError(
+            f"bits_per_token: mask: expected the shape of the targets {positions}, got {mask.shape}; broadcast it."
+        )
     if mask is not None and mask.dtype != jnp.bool_:
-        raise TypeError(f"bits_per_token: mask: expected bool, got {mask.dtype.name}.")
+        raise TypeError(f"bits_per_token: mask: expected bool, got {mask.dtype.name}; pass mask != 0.")
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     bits = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0] / jnp.float32(math.log(2))
     return jnp.mean(bits, where=mask)
@@ -227,7 +261,7 @@ def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """``table [vocab_size, features]`` -> ``[..., features]``; on a mesh with explicit axes sharded as tokens are."""
     tokens = shapes.as_array("LanguageModel", "tokens", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"LanguageModel: tokens: expected token ids, integers, got {tokens.dtype.name}.")
+        raise TypeError(f"LanguageModel: tokens: expected token ids, integers, got {tokens.dtype.name}; use .astype.")
     sharding = jax.typeof(tokens).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types
     return table.at[tokens].get(out_sharding=P(*sharding.spec, None) if explicit else None)

@@ -9,14 +9,16 @@ from typing import Any
 
 import jax
 
+from jax_ssd import config
+
 try:
     import optax
 except ModuleNotFoundError as error:
-    raise ImportError("jax_ssd.models needs optax, which is not installed: pip install jax_ssd[models]") from error
+    raise ImportError(f"jax_ssd.models needs optax, which is not installed: {config.install('models')}") from error
 
 from flax import nnx
 
-from jax_ssd import manual_axes
+from jax_ssd import manual_axes, shapes
 from jax_ssd.models.language_model import bits_per_token
 
 NO_DECAY = frozenset({"A_log", "dt_bias", "D", "B_bias", "C_bias", "scale", "bias"})
@@ -46,6 +48,8 @@ def adamw(
     max_norm: float = 1.0,
 ) -> optax.GradientTransformation:
     """AdamW behind a clip of the global gradient norm, with ``decay_mask``."""
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
+        shapes.number("adamw", "learning_rate", learning_rate)
     return optax.chain(
         optax.clip_by_global_norm(max_norm),
         optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask),
@@ -68,15 +72,32 @@ def make_train_step(
       raises ValueError for rows of fewer than two tokens.
     """
 
+    if not isinstance(graphdef, nnx.GraphDef):
+        raise TypeError(
+            f"make_train_step: graphdef: expected an nnx.GraphDef, got {type(graphdef).__name__}; pass the first of "
+            "nnx.split(model)."
+        )
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"make_train_step: optimizer: expected an optax.GradientTransformation, got {type(optimizer).__name__}; "
+            "pass for instance adamw(1e-3)."
+        )
+
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
         return bits_per_token(model(tokens[:, :-1]), tokens[:, 1:])
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        tokens = shapes.as_array("make_train_step", "tokens", tokens)
         if tokens.ndim < 2 or tokens.shape[-1] < 2:
             raise ValueError(
                 "make_train_step: tokens: expected [batch, seq + 1] with at least two tokens a row, the last of which "
-                f"is only a target, got {tokens.shape}."
+                f"is only a target, got {tokens.shape}; add an axis of rows, or leave shorter rows out."
+            )
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"make_train_step: state: expected a TrainState, got {type(state).__name__}; pass TrainState(params, "
+                "optimizer.init(params))."
             )
         params = state.params
         if axis_name is not None and axis_name in manual_axes.varying(tokens):

@@ -17,21 +17,22 @@ import jax
 from jax_ssd import compile, config, cutile, dispatch_paths, ffi_targets, nvrtc, sizes, tune
 from jax_ssd.paths import Path
 
-_PACKAGES = (
-    "jax_ssd",
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "cuda-tile",
-    "nvidia-cuda-tileiras",
-    "nvidia-cuda-nvcc",
-    "nvidia-nvvm",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc",
-    "flax",
-)
+# By the extra that brings them, with what they are for.
+_PACKAGES = {
+    ("", "jax_ssd itself"): ("jax_ssd", "jax", "jaxlib"),
+    ("cuda13", "kernels on NVIDIA GPUs"): (
+        "jax-cuda13-plugin",
+        "cuda-tile",
+        "nvidia-cuda-tileiras",
+        "nvidia-cuda-nvcc",
+        "nvidia-nvvm",
+        "cuda-bindings",
+        "nvidia-cuda-nvrtc",
+    ),
+    ("flax", "jax_ssd.flax and jax_ssd.models"): ("flax", "optax"),
+}
 _OLDEST_DRIVER = 580
-_INSTALL = "pip install 'jax_ssd[cuda13]'"
+_INSTALL = config.install("cuda13")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,15 +66,17 @@ def report() -> str:
 
 def _versions() -> Iterator[str]:
     yield f"python {platform.python_version()} at {sys.executable}, {platform.platform()}"
-    for name in _PACKAGES:
-        yield f"{name} {_version(name) or 'not installed'}"
-    if not _version("flax"):
-        yield "-> for jax_ssd.flax: pip install 'jax_ssd[flax]'"
+    for (extra, purpose), names in _PACKAGES.items():
+        yield from (f"{name} {_version(name) or 'not installed'}" for name in names)
+        if not all(map(_version, names)):
+            yield f"-> for {purpose}: {config.install(*filter(None, [extra]))}"
 
 
 def _gpus() -> Iterator[str]:
     found = list(_nvidia_smi())
     yield from found or ["none found by nvidia-smi"]
+    if not found:
+        yield f"-> if there is an NVIDIA GPU here: install its driver, r{_OLDEST_DRIVER} or later (nvidia.com/drivers)"
     devices, reason = _cuda_devices()
     names = [f"{device} (compute capability {device.compute_capability})" for device in devices]
     yield f"JAX sees {', '.join(names) or 'no CUDA device'}"

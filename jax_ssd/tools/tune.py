@@ -37,33 +37,45 @@ def main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     if options.arch is not None and not options.dry_run:
         made.error("--arch is for --dry-run: what is measured is measured on the GPU here")
-    output = {} if options.output is None else {"tuning_file": options.output.absolute()}
-    programs, failed = named_programs(options), 0
-    target = {} if options.arch is None else {"target_arch": options.arch}
-    with config.override(**output, **target):
+    if options.arch is not None:
         try:
-            if not options.dry_run:
-                search.tuning_device()
-            print(forecast(programs, options.quick), flush=True)
-            if options.dry_run:
-                return 0
-            for label, (function, operands) in programs:
-                try:
-                    found = search.autotune(
-                        function, *operands, force=options.force, seconds=options.seconds, quick=options.quick
-                    )
-                    if not found:
-                        print(f"{label}: nothing to tune, what it runs has no choices yet")
-                except (NotImplementedError, RuntimeError) as error:
-                    print(f"{label}: {error}")
-                    failed += 1
-        except NotImplementedError as error:
-            print(f"jax_ssd tune: {error}")
-            return 1
-        except KeyboardInterrupt:
-            print("Interrupted; what was measured is kept.")
-            return 130
-        print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
+            for one in options.arch.split(","):
+                config.parse_arch(one, "--arch")
+        except ValueError as error:
+            made.error(str(error))
+    output = {} if options.output is None else {"tuning_file": options.output.absolute()}
+    programs = named_programs(options)
+    target = {} if options.arch is None else {"target_arch": options.arch}
+    try:
+        with config.override(**output, **target):
+            return _tuned(programs, options)
+    except (NotImplementedError, ValueError) as error:  # no GPU, or a setting of the environment that is none
+        print(f"jax_ssd tune: {error}")
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; what was measured is kept.")
+        return 130
+
+
+def _tuned(programs: Sequence[tuple], options: argparse.Namespace) -> int:
+    """The exit status, with the settings in place."""
+    failed = 0
+    if not options.dry_run:
+        search.tuning_device()
+    print(forecast(programs, options.quick), flush=True)
+    if options.dry_run:
+        return 0
+    for label, (function, operands) in programs:
+        try:
+            found = search.autotune(
+                function, *operands, force=options.force, seconds=options.seconds, quick=options.quick
+            )
+            if not found:
+                print(f"{label}: nothing to tune, what it runs has no choices yet")
+        except (NotImplementedError, RuntimeError) as error:
+            print(f"{label}: {error}")
+            failed += 1
+    print(f"Results are in {config.settings().tuning_file or 'no file (JAX_SSD_TUNING_FILE=off)'}.")
     return 1 if failed else 0
 
 
@@ -101,11 +113,16 @@ def named_programs(options: argparse.Namespace) -> list[tuple[str, tuple]]:
     """(label, (function, arguments)) of each program that was asked for. Leaves the process for a name that is none."""
     try:
         named = [size for word in options.sizes for size in sizes.find(word)]
-        return [
+        found = [
             (f"{size.name} {label}", program)
             for size in named
             for label, program in sizes.programs(size, options.implementation).items()
             if options.passes is None or label in options.passes
         ]
+        if not found:
+            raise ValueError(
+                f"{' '.join(options.sizes)} has no {' or '.join(options.passes or ())}; leave --passes out."
+            )
+        return found
     except ValueError as error:
         raise SystemExit(f"jax_ssd: {error}") from error

@@ -902,6 +902,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         }
       }
       if constexpr (!Second) fence_async_proxy();
+      if constexpr (S::SLOTS == 3) states_done();
       __syncwarp();
       if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
       if constexpr (!Second) {

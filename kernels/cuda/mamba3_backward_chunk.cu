@@ -21,6 +21,7 @@ namespace jax_ssd {
 struct ChunkArrays {
   const bf16 *q, *k, *v, *z, *dy;
   const float *q_bias, *k_bias, *mimo_v, *mimo_o, *mimo_z, *D, *gamma, *f, *decay;
+  const unsigned short* phases;
   const bf16 *states, *adjoints;
   const float *d_final_angle, *d_final_k, *d_final_v;
   float *angles, *d_adt, *d_f, *d_gamma;
@@ -175,8 +176,8 @@ struct TurnUnits {
     uint2 phases[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const long long at = place.token_head(min(token(i), place.last), h, C::kPairs);
-      phases[i] = *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned short*>(in.angles + at) + pair(i));
+      const long long at = (place.head_token(in, h) + min(token(i), place.last)) * C::kPairs;
+      phases[i] = __ldg(reinterpret_cast<const uint2*>(in.phases + at + pair(i)));
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -202,7 +203,7 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
 #pragma unroll
   for (int i = thread_anew(); i < 4 * C::kTokens; i += kTeam) {
     const int which = i / C::kTokens, c = min(i % C::kTokens, place.last);
-    if (which == 0) want(in.angles + place.token_head(c, h, C::kPairs));
+    if (which == 0) want(in.phases + (place.head_token(in, h) + c) * C::kPairs);
     if (which == 1) want(in.v + place.token_head(c, h, C::kP));
     if (which == 2) want(in.dy + place.token_head(c, h, C::kP));
     if (which == 3 && C::kGate) want(in.z + place.token_head(c, h, C::kP));
@@ -1291,15 +1292,15 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     mamba3_backward_chunk(const bf16* q, const bf16* k, const bf16* v, const bf16* z, const bf16* dy,
                           const float* q_bias, const float* k_bias, const float* mimo_v, const float* mimo_o,
                           const float* mimo_z, const float* D, const float* gamma, const float* f, const float* decay,
-                          const bf16* states, const bf16* adjoints, const float* d_final_angle, const float* d_final_k,
-                          const float* d_final_v, float* angles, float* d_adt, float* d_f, float* d_gamma, bf16* d_v,
-                          bf16* d_z, bf16* d_q, bf16* d_k, float* q_sums, float* k_sums, bf16* records, int batch,
-                          int seq, int parts) {
+                          const unsigned short* phases, const bf16* states, const bf16* adjoints,
+                          const float* d_final_angle, const float* d_final_k, const float* d_final_v, float* angles,
+                          float* d_adt, float* d_f, float* d_gamma, bf16* d_v, bf16* d_z, bf16* d_q, bf16* d_k,
+                          float* q_sums, float* k_sums, bf16* records, int batch, int seq, int parts) {
   extern __shared__ __align__(1024) char shared[];
-  const ChunkArrays in{q,         k,      v,       z,     dy,      q_bias, k_bias,   mimo_v,        mimo_o,
-                       mimo_z,    D,      gamma,   f,     decay,   states, adjoints, d_final_angle, d_final_k,
-                       d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,           d_k,
-                       q_sums,    k_sums, records, batch, seq,     parts};
+  const ChunkArrays in{q,         k,         v,      z,       dy,    q_bias,  k_bias, mimo_v,   mimo_o,
+                       mimo_z,    D,         gamma,  f,       decay, phases,  states, adjoints, d_final_angle,
+                       d_final_k, d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,
+                       d_k,       q_sums,    k_sums, records, batch, seq,     parts};
   const ChunkMemory<C> memory{shared};
   if (threadIdx.x == 0) {
 #pragma unroll

@@ -106,7 +106,7 @@ class Mamba2Decoder:
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """``step`` for a caller that counts the tokens."""
         layer, norm, late = self.layer, self.norm, None
-        require_features(x, layer.in_features)
+        x = require_features("Mamba2", x, layer.in_features)
         if norm is not None and self.late_norm:
             late = _Late(_squares(x), 1 / layer.in_features, float(norm.epsilon))
         elif norm is not None:
@@ -329,7 +329,7 @@ class Mamba3Decoder:
     def step(self, carry: Mamba3State, x: jax.Array) -> tuple[Mamba3State, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``."""
         layer = self.layer
-        require_features(x, layer.in_features)
+        x = require_features("Mamba3", x, layer.in_features)
         x = x if self.norm is None else self.norm(x)
         dtype = _compute_dtype(layer, x)
         joined = _project(x.astype(dtype), self.in_kernel, None, layer.precision)

@@ -31,7 +31,12 @@ from jax_ssd.flax.nnx.parameters import (
     numbers,
     positive,
     preferences,
+    require_callables,
+    require_carry,
     require_features,
+    require_mappings,
+    require_rngs,
+    require_sequence,
     sums_of_small_projections,
     uniform_fan_in,
     window_dtype,
@@ -77,6 +82,11 @@ class CausalConv1d(nnx.Module):
         bias_metadata: Metadata = NO_METADATA,
         rngs: nnx.Rngs,
     ):
+        positive("CausalConv1d", channels=channels, width=width)
+        float_type("CausalConv1d", "param_dtype", param_dtype)
+        require_rngs("CausalConv1d", rngs)
+        require_callables("CausalConv1d", kernel_init=kernel_init)
+        shapes.flag("CausalConv1d", "use_bias", use_bias)
         self.kernel = nnx.Param(kernel_init(rngs.params(), (channels, width), param_dtype), **kernel_metadata)
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
         if use_bias:
@@ -187,22 +197,37 @@ class Mamba2(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ):
-        positive(expand=expand, state_dim=state_dim, conv_width=conv_width)
+        positive("Mamba2", state_dim=state_dim, conv_width=conv_width)
         flags = {"per_channel_D": per_channel_D, "use_norm": use_norm, "norm_before_gate": norm_before_gate}
         for name, value in {**flags, "use_bias": use_bias, "use_conv_bias": use_conv_bias}.items():
             shapes.flag("Mamba2", name, value)
-        inner = expand * in_features
+        require_rngs("Mamba2", rngs)
+        require_callables(
+            "Mamba2", kernel_init=kernel_init, conv_kernel_init=conv_kernel_init, out_kernel_init=out_kernel_init
+        )
+        require_mappings(
+            "Mamba2",
+            kernel_metadata=kernel_metadata,
+            group_kernel_metadata=group_kernel_metadata,
+            conv_metadata=conv_metadata,
+            out_kernel_metadata=out_kernel_metadata,
+            head_metadata=head_metadata,
+        )
         self.in_features = in_features
-        self.heads = head_count(in_features, inner, head_dim, num_groups)
+        self.heads = head_count("Mamba2", in_features, expand, head_dim, num_groups)
+        inner = self.heads * head_dim
         self.head_dim = head_dim
         self.num_groups = num_groups
         self.state_dim = state_dim
         self.conv_width = conv_width
         self.chunk_size = shapes.chunk("Mamba2", chunk_size)
         self.dt_limit = shapes.limits("Mamba2", dt_limit)
+        if dtype is not None:
+            float_type("Mamba2", "dtype", dtype)
         self.dtype = dtype
+        float_type("Mamba2", "param_dtype", param_dtype)
         self.param_dtype = param_dtype
-        self.state_dtype = float_type("state_dtype", state_dtype)
+        self.state_dtype = float_type("Mamba2", "state_dtype", state_dtype)
         self.precision = precision
         shapes.precision("Mamba2", precision)
         self.implementation = preferences(implementation)
@@ -234,7 +259,7 @@ class Mamba2(nnx.Module):
         self.C_conv = conv(grouped)
 
         self.A_log = nnx.Param(_init_A_log(rngs.params(), self.heads, A_init_range), **head_metadata)
-        self.dt_bias = nnx.Param(initial_dt_bias(rngs.params(), self.heads, dt_init), **head_metadata)
+        self.dt_bias = nnx.Param(initial_dt_bias("Mamba2", rngs.params(), self.heads, dt_init), **head_metadata)
         D_shape = (self.heads, head_dim) if per_channel_D else (self.heads,)
         self.D = nnx.Param(jnp.ones(D_shape, jnp.float32), **head_metadata)
 
@@ -244,7 +269,7 @@ class Mamba2(nnx.Module):
                 inner,
                 group_size=inner // num_groups,
                 norm_before_gate=norm_before_gate,
-                epsilon=norm_epsilon,
+                epsilon=shapes.number("Mamba2", "norm_epsilon", norm_epsilon),
                 scale_metadata=head_metadata,
             )
         self.out_proj = linear(
@@ -294,11 +319,10 @@ class Mamba2(nnx.Module):
         Raises:
           ValueError, TypeError: an argument of another shape or type.
         """
-        x = require_features(x, self.in_features)
-        shapes.require_rank("Mamba2", "x", x, 2, "(..., seq, in_features)")
+        x = require_sequence("Mamba2", x, self.in_features)
         return_carry = shapes.flag("Mamba2", "return_carry", return_carry)
         if initial_carry is not None:
-            _require_carry("initial_carry", initial_carry)
+            self.check_carry("initial_carry", initial_carry, x.shape[:-2])
         if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
             sizes = {"...": x.shape[:-2], "seq": x.shape[-2]}
             segment_ids = shapes.labels("Mamba2", "segment_ids", segment_ids, ("...", "seq"), sizes)
@@ -325,12 +349,12 @@ class Mamba2(nnx.Module):
         ``mamba2(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
         other on what a trained layer really feeds it.
         """
-        return self._scan_operands(require_features(x, self.in_features), None, None)[0]
+        return self._scan_operands(require_sequence("Mamba2", x, self.in_features), None, None)[0]
 
     def step(self, carry: Mamba2Carry, x: jax.Array) -> tuple[Mamba2Carry, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
-        x = require_features(x, self.in_features)
-        _require_carry("carry", carry)
+        x = require_features("Mamba2", x, self.in_features)
+        self.check_carry("carry", carry, x.shape[:-1])
         z, values, B, C, dt = self._project(x)
         conv_x, values = self.x_conv.step(carry.conv_x, values)
         conv_B, B = self.B_conv.step(carry.conv_B, B)
@@ -346,16 +370,24 @@ class Mamba2(nnx.Module):
           rngs: not used; taken so that the layer can stand where a Flax recurrent cell does.
         """
         del rngs
-        batch = batch_of_token(input_shape, self.in_features)
+        sizes = self._carry_shapes(batch_of_token("Mamba2", input_shape, self.in_features))
         dtype = window_dtype(self.dtype, self.param_dtype)
-        history = self.conv_width - 1
-        grouped = self.num_groups * self.state_dim
         return Mamba2Carry(
-            conv_x=jnp.zeros((*batch, history, self.heads * self.head_dim), dtype),
-            conv_B=jnp.zeros((*batch, history, grouped), dtype),
-            conv_C=jnp.zeros((*batch, history, grouped), dtype),
-            ssm=jnp.zeros((*batch, self.heads, self.head_dim, self.state_dim), self.state_dtype),
+            **{name: jnp.zeros(shape, self.state_dtype if name == "ssm" else dtype) for name, shape in sizes.items()}
         )
+
+    def check_carry(self, name: str, carry: Any, batch: tuple[int, ...]) -> None:
+        """Raises TypeError or ValueError, in which the carry has this name, unless it is one of these batch axes."""
+        require_carry("Mamba2", name, carry, Mamba2Carry, self._carry_shapes(batch))
+
+    def _carry_shapes(self, batch: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        history, grouped = self.conv_width - 1, self.num_groups * self.state_dim
+        return {
+            "conv_x": (*batch, history, self.heads * self.head_dim),
+            "conv_B": (*batch, history, grouped),
+            "conv_C": (*batch, history, grouped),
+            "ssm": (*batch, self.heads, self.head_dim, self.state_dim),
+        }
 
     def _scan_operands(
         self, x: jax.Array, segment_ids: jax.Array | None, carry: Mamba2Carry | None
@@ -399,17 +431,10 @@ class Mamba2(nnx.Module):
         return x.reshape((*x.shape[:-1], self.num_groups, self.state_dim))
 
 
-def _require_carry(name: str, carry: Any) -> None:
-    """Raises TypeError for anything but a carry."""
-    if not isinstance(carry, Mamba2Carry):
-        raise TypeError(
-            f"Mamba2: {name}: expected a Mamba2Carry, got {type(carry).__name__}; pass what initialize_carry, "
-            "return_carry=True or step gave."
-        )
-
-
 def _init_A_log(key: jax.Array, heads: int, bounds: tuple[float, float]) -> jax.Array:
-    low, high = numbers("A_init_range", bounds, ("low", "high"))
+    low, high = numbers("Mamba2", "A_init_range", bounds, ("low", "high"))
     if not 0 < low <= high:
-        raise ValueError(f"A_init_range: expected 0 < low <= high, got {bounds!r}; pass for instance (1.0, 16.0).")
+        raise ValueError(
+            f"Mamba2: A_init_range: expected 0 < low <= high, got {bounds!r}; pass for instance (1.0, 16.0)."
+        )
     return jnp.log(jax.random.uniform(key, (heads,), jnp.float32, low, high))

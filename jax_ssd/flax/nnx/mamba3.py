@@ -21,11 +21,17 @@ from jax_ssd.flax.nnx.parameters import (
     Initializer,
     Metadata,
     batch_of_token,
+    float_type,
     head_count,
     initial_dt_bias,
     positive,
     preferences,
+    require_callables,
+    require_carry,
     require_features,
+    require_mappings,
+    require_rngs,
+    require_sequence,
     sums_of_small_projections,
     uniform_fan_in,
     window_dtype,
@@ -116,10 +122,20 @@ class Mamba3(nnx.Module):
         implementation: str | Sequence[str] | None = None,
         rngs: nnx.Rngs,
     ):
-        positive(expand=expand, state_dim=state_dim)
-        inner = expand * in_features
+        positive("Mamba3", state_dim=state_dim)
+        shapes.flag("Mamba3", "use_norm", use_norm)
+        require_rngs("Mamba3", rngs)
+        require_callables("Mamba3", kernel_init=kernel_init, out_kernel_init=out_kernel_init)
+        require_mappings(
+            "Mamba3",
+            kernel_metadata=kernel_metadata,
+            group_kernel_metadata=group_kernel_metadata,
+            out_kernel_metadata=out_kernel_metadata,
+            head_metadata=head_metadata,
+        )
         self.in_features = in_features
-        self.heads = head_count(in_features, inner, head_dim, num_groups)
+        self.heads = head_count("Mamba3", in_features, expand, head_dim, num_groups)
+        inner = self.heads * head_dim
         self.head_dim = head_dim
         self.num_groups = num_groups
         self.state_dim = state_dim
@@ -131,9 +147,12 @@ class Mamba3(nnx.Module):
         self.A_floor = shapes.number("Mamba3", "A_floor", A_floor)
         self.chunk_size = shapes.chunk("Mamba3", chunk_size)
         self.norm_epsilon = shapes.number("Mamba3", "norm_epsilon", norm_epsilon)
+        if dtype is not None:
+            float_type("Mamba3", "dtype", dtype)
         self.dtype = dtype
+        float_type("Mamba3", "param_dtype", param_dtype)
         self.param_dtype = param_dtype
-        self.key_dtype = key_dtype
+        self.key_dtype = float_type("Mamba3", "key_dtype", key_dtype)
         self.precision = precision
         shapes.precision("Mamba3", precision)
         self.implementation = preferences(implementation)
@@ -158,7 +177,7 @@ class Mamba3(nnx.Module):
         def filled(value: float, *shape: int) -> nnx.Param:
             return nnx.Param(jnp.full((self.heads, *shape), value, jnp.float32), **head_metadata)
 
-        self.dt_bias = nnx.Param(initial_dt_bias(rngs.params(), self.heads, dt_init), **head_metadata)
+        self.dt_bias = nnx.Param(initial_dt_bias("Mamba3", rngs.params(), self.heads, dt_init), **head_metadata)
         self.D = filled(1)
         self.B_bias = filled(1, *ranks, state_dim)
         self.C_bias = filled(1, *ranks, state_dim)
@@ -230,8 +249,10 @@ class Mamba3(nnx.Module):
         Returns:
           ``[..., seq, in_features]``, or that and the carry.
         """
-        x = require_features(x, self.in_features)
-        shapes.require_rank("Mamba3", "x", x, 2, "(..., seq, in_features)")
+        x = require_sequence("Mamba3", x, self.in_features)
+        return_carry = shapes.flag("Mamba3", "return_carry", return_carry)
+        if initial_carry is not None:  # with cu_seqlens, one of each sequence, which mamba3 compares
+            self.check_carry("initial_carry", initial_carry, x.shape[:-2] if cu_seqlens is None else None)
         if segment_ids is not None:  # what padding holds must not reach the weights' gradients either
             sizes = {"...": x.shape[:-2], "seq": x.shape[-2]}
             segment_ids = shapes.labels("Mamba3", "segment_ids", segment_ids, ("...", "seq"), sizes)
@@ -255,13 +276,13 @@ class Mamba3(nnx.Module):
         ``mamba3(**layer.scan_operands(x))`` is the scan alone: to time it, or to hold implementations against each
         other on what a trained layer really feeds it.
         """
-        require_features(x, self.in_features)
-        projected = self._project(x)
+        projected = self._project(require_sequence("Mamba3", x, self.in_features))
         return self._operands(projected, self._schedule(projected))
 
     def step(self, carry: Mamba3State, x: jax.Array) -> tuple[Mamba3State, jax.Array]:
         """Runs the layer on one token ``x [..., in_features]``; equals a sequence of one token."""
-        require_features(x, self.in_features)
+        x = require_features("Mamba3", x, self.in_features)
+        self.check_carry("carry", carry, x.shape[:-1])
         carry, y = mamba3_step(carry, **self.step_operands(self._project(x)), implementation=self.implementation)
         return carry, self._emit(y)
 
@@ -281,13 +302,21 @@ class Mamba3(nnx.Module):
           rngs: not used; taken so that the layer can stand where a Flax recurrent cell does.
         """
         del rngs
-        batch = batch_of_token(input_shape, self.in_features)
-        return Mamba3State(
-            angle=jnp.zeros((*batch, self.heads, self.pairs), jnp.float32),
-            ssm=jnp.zeros((*batch, self.heads, self.head_dim, self.state_dim), jnp.float32),
-            k=jnp.zeros((*batch, self.heads, *self._ranks, self.state_dim), self.key_dtype),
-            v=jnp.zeros((*batch, self.heads, self.head_dim), window_dtype(self.dtype, self.param_dtype)),
-        )
+        sizes = self._carry_shapes(batch_of_token("Mamba3", input_shape, self.in_features))
+        types = {"k": self.key_dtype, "v": window_dtype(self.dtype, self.param_dtype)}
+        return Mamba3State(**{name: jnp.zeros(shape, types.get(name, "float32")) for name, shape in sizes.items()})
+
+    def check_carry(self, name: str, carry: Any, batch: tuple[int, ...] | None) -> None:
+        """Raises TypeError or ValueError, in which the carry has this name, unless it is one of these batch axes."""
+        require_carry("Mamba3", name, carry, Mamba3State, None if batch is None else self._carry_shapes(batch))
+
+    def _carry_shapes(self, batch: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {
+            "angle": (*batch, self.heads, self.pairs),
+            "ssm": (*batch, self.heads, self.head_dim, self.state_dim),
+            "k": (*batch, self.heads, *self._ranks, self.state_dim),
+            "v": (*batch, self.heads, self.head_dim),
+        }
 
     def _project(self, x: jax.Array) -> dict[str, jax.Array]:
         return {role: getattr(self, f"{role}_proj")(x) for role in ROLES}
@@ -337,15 +366,21 @@ def _ranks(mimo_rank: int | None) -> tuple[int, ...]:
     """The rank axis of a layer's arrays: SISO has none."""
     if mimo_rank is None:
         return ()
-    positive(mimo_rank=mimo_rank)
+    positive("Mamba3", mimo_rank=mimo_rank)
     if mimo_rank > MAX_RANK:
-        raise ValueError(f"mimo_rank must be from 1 to {MAX_RANK}, or None for SISO, got {mimo_rank}.")
+        raise ValueError(
+            f"Mamba3: mimo_rank: expected a rank from 1 to {MAX_RANK}, got {mimo_rank}; pass None for SISO."
+        )
     return (mimo_rank,)
 
 
 def _pairs(state_dim: int, rope_fraction: float) -> int:
     if state_dim % 2:
-        raise ValueError(f"state_dim must be even, as its coordinates rotate in pairs, got {state_dim}.")
+        raise ValueError(
+            f"Mamba3: state_dim: expected an even number, as its coordinates rotate in pairs, got {state_dim}; add one."
+        )
     if shapes.number("Mamba3", "rope_fraction", rope_fraction) > 1:
-        raise ValueError(f"rope_fraction must be from 0 to 1, got {rope_fraction}.")
+        raise ValueError(
+            f"Mamba3: rope_fraction: expected a fraction from 0 to 1, got {rope_fraction}; pass for instance 0.5."
+        )
     return int(state_dim * rope_fraction) // 2

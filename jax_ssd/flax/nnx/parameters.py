@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_ssd import dispatch, shapes
@@ -21,14 +22,16 @@ uniform_fan_in: Initializer = nnx.initializers.variance_scaling(1 / 3, "fan_in",
 """Uniform in +-1/sqrt(fan_in), what the original models start their projections from."""
 
 
-def initial_dt_bias(key: jax.Array, heads: int, init: tuple[float, float, float]) -> jax.Array:
+def initial_dt_bias(layer: str, key: jax.Array, heads: int, init: tuple[float, float, float]) -> jax.Array:
     """The inverse softplus of a dt drawn log-uniformly; init is (min, max, floor).
 
     Raises ValueError or TypeError for anything but three numbers with 0 < min <= max and 0 <= floor.
     """
-    low, high, floor = numbers("dt_init", init, ("min", "max", "floor"))
+    low, high, floor = numbers(layer, "dt_init", init, ("min", "max", "floor"))
     if not 0 < low <= high:
-        raise ValueError(f"dt_init: expected 0 < min <= max, got {init!r}; pass for instance (1e-3, 1e-1, 1e-4).")
+        raise ValueError(
+            f"{layer}: dt_init: expected 0 < min <= max, got {init!r}; pass for instance (1e-3, 1e-1, 1e-4)."
+        )
     dt = jnp.exp(jax.random.uniform(key, (heads,), jnp.float32, math.log(low), math.log(high)))
     dt = jnp.maximum(dt, jnp.float32(floor))
     return dt + jnp.log(-jnp.expm1(-dt))
@@ -45,17 +48,45 @@ def preferences(implementation: str | Sequence[str] | None) -> str | tuple[str, 
     return implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
 
 
-def positive(**sizes: Any) -> None:
+def positive(layer: str, **sizes: Any) -> None:
     """Raises TypeError unless all are integers, ValueError unless they are at least 1."""
     for name, size in sizes.items():
-        shapes.integer("layer", name, size, least=1)
+        shapes.integer(layer, name, size, least=1)
 
 
-def numbers(name: str, values: Any, words: Sequence[str]) -> tuple[float, ...]:
+def numbers(layer: str, name: str, values: Any, words: Sequence[str]) -> tuple[float, ...]:
     """Finite numbers that are not negative, one for each of the words that say what they are."""
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(words):
-        raise TypeError(f"layer: {name}: expected ({', '.join(words)}), got {values!r}.")
-    return tuple(shapes.number("layer", f"{name}, {word}", one) for word, one in zip(words, values, strict=True))
+        raise TypeError(
+            f"{layer}: {name}: expected ({', '.join(words)}), got {values!r}; pass a tuple of {len(words)} numbers."
+        )
+    return tuple(shapes.number(layer, f"{name}, {word}", one) for word, one in zip(words, values, strict=True))
+
+
+def require_rngs(layer: str, rngs: Any) -> None:
+    """Raises TypeError for anything but nnx.Rngs, a key or a seed for instance."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"{layer}: rngs: expected flax.nnx.Rngs, got {type(rngs).__name__}; pass for instance Rngs(0).")
+
+
+def require_callables(layer: str, **initialisers: Any) -> None:
+    """Raises TypeError for an initialiser that cannot be called."""
+    for name, one in initialisers.items():
+        if not callable(one):
+            raise TypeError(
+                f"{layer}: {name}: expected an initialiser, got {one!r}; pass for instance nnx.initializers."
+                "lecun_normal()."
+            )
+
+
+def require_mappings(layer: str, **metadata: Any) -> None:
+    """Raises TypeError for metadata of parameters that is no mapping."""
+    for name, one in metadata.items():
+        if not isinstance(one, Mapping):
+            raise TypeError(
+                f"{layer}: {name}: expected a mapping, got {one!r}; leave it out, or pass for instance "
+                "{'out_sharding': (None, 'heads')}."
+            )
 
 
 def window_dtype(dtype: Any, param_dtype: Any) -> Any:
@@ -64,44 +95,89 @@ def window_dtype(dtype: Any, param_dtype: Any) -> Any:
         return jnp.dtype(dtype) if dtype is not None else jnp.promote_types(param_dtype, jnp.float32)
 
 
-def float_type(name: str, dtype: Any) -> jnp.dtype:
+def float_type(layer: str, name: str, dtype: Any) -> jnp.dtype:
     """Raises TypeError for a type that is no float."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"layer: {name}: expected a floating type, got {dtype!r}; pass for instance jnp.float32.")
-    return jnp.dtype(dtype)
+    try:
+        known = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # no type at all
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise TypeError(f"{layer}: {name}: expected a floating type, got {dtype!r}; pass for instance jnp.float32.")
+    return known
 
 
-def head_count(in_features: int, inner: int, head_dim: int, num_groups: int) -> int:
-    """inner / head_dim. Raises ValueError for sizes that are not positive or do not divide each other."""
-    positive(in_features=in_features, inner=inner, head_dim=head_dim, num_groups=num_groups)
+def head_count(layer: str, in_features: int, expand: int, head_dim: int, num_groups: int) -> int:
+    """expand * in_features / head_dim.
+
+    Raises ValueError for sizes that are not positive or do not divide each other, TypeError for others than integers.
+    """
+    positive(layer, in_features=in_features, expand=expand, head_dim=head_dim, num_groups=num_groups)
+    inner = expand * in_features
     if inner % head_dim:
         raise ValueError(
-            f"head_dim must divide expand * in_features = {inner}, got head_dim = {head_dim} for {in_features=}; "
-            "change one of them."
+            f"{layer}: head_dim: expected a divisor of expand * in_features = {expand} * {in_features} = {inner}, got "
+            f"{head_dim}; change one of them."
         )
     if (inner // head_dim) % num_groups:
         raise ValueError(
-            f"num_groups must divide the {inner // head_dim} heads, got {num_groups}; each group serves as many heads."
+            f"{layer}: num_groups: expected a divisor of the {inner // head_dim} heads, got {num_groups}; each group "
+            "serves as many heads."
         )
     return inner // head_dim
 
 
-def require_features(x: Any, in_features: int) -> jax.Array:
+def require_features(layer: str, x: Any, in_features: int) -> jax.Array:
     """x as an array. Raises TypeError if it is none, ValueError unless it ends in the layer's features."""
-    x = shapes.as_array("layer", "x", x)
+    x = shapes.as_array(layer, "x", x)
     if x.ndim < 1 or x.shape[-1] != in_features:
         raise ValueError(
-            f"x must end in in_features = {in_features} features, got shape {x.shape}; transpose it, or make the layer "
-            "for as many."
+            f"{layer}: x: expected a last axis of in_features = {in_features}, got shape {x.shape}; transpose it, or "
+            "make the layer for as many."
         )
     return x
 
 
-def batch_of_token(input_shape: Sequence[int], in_features: int) -> tuple[int, ...]:
-    """The batch axes of the shape of one token. Raises ValueError unless it ends in the layer's features."""
-    if not input_shape or input_shape[-1] != in_features:
-        raise ValueError(
-            f"input_shape must be that of one token, (..., in_features) = (..., {in_features}), "
-            f"got {tuple(input_shape)}; pass the shape of x without its sequence axis."
+def require_sequence(layer: str, x: Any, in_features: int) -> jax.Array:
+    """``require_features`` of what has a sequence axis too."""
+    x = require_features(layer, x, in_features)
+    shapes.require_rank(layer, "x", x, 2, "(..., seq, in_features)")
+    return x
+
+
+def require_carry(
+    layer: str, name: str, carry: Any, kind: type, expected: Mapping[str, tuple[int, ...]] | None
+) -> None:
+    """Raises TypeError for anything but a carry of the layer, ValueError for one of another shape.
+
+    expected: the shapes of its arrays; None does not compare them.
+    """
+    if not isinstance(carry, kind):
+        raise TypeError(
+            f"{layer}: {name}: expected a {kind.__name__}, got {type(carry).__name__}; pass what initialize_carry, "
+            "return_carry=True or step gave."
         )
-    return tuple(input_shape[:-1])
+    for field, shape in (expected or {}).items():
+        if np.shape(getattr(carry, field)) != shape:
+            raise ValueError(
+                f"{layer}: {name}.{field}: expected shape {shape}, got {np.shape(getattr(carry, field))}; give the "
+                "carry the sizes of the layer and the batch axes of x, which is [..., in_features] in a step, else "
+                "[..., seq, in_features]."
+            )
+
+
+def batch_axes(layer: str, name: str, shape: Any) -> tuple[int, ...]:
+    """Axes of a shape as integers. Raises TypeError unless it is a sequence of these, ValueError if one is negative."""
+    if not isinstance(shape, (Sequence, np.ndarray)) or isinstance(shape, (str, bytes)):
+        raise TypeError(f"{layer}: {name}: expected a tuple of sizes, got {shape!r}; pass for instance (2,).")
+    return tuple(shapes.integer(layer, name, size, least=0) for size in shape)
+
+
+def batch_of_token(layer: str, input_shape: Sequence[int], in_features: int) -> tuple[int, ...]:
+    """The batch axes of the shape of one token. Raises ValueError unless it ends in the layer's features."""
+    axes = batch_axes(layer, "input_shape", input_shape)
+    if not axes or axes[-1] != in_features:
+        raise ValueError(
+            f"{layer}: input_shape: expected that of one token, (..., in_features) = (..., {in_features}), got {axes}; "
+            "pass the shape of x without its sequence axis."
+        )
+    return axes[:-1]
