@@ -768,42 +768,6 @@ __device__ __forceinline__ unsigned factor_at(unsigned tile) {
   return tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The 64 columns of a warp's 16 rows of a panel times numbers of the rows, rounded once: a first factor in registers.
-// The numbers are sums of two of 16 bits.
-struct ScaledRows {
-  unsigned words[4][4];
-
-  __device__ __forceinline__ ScaledRows(unsigned panel, const float* numbers) {
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    unsigned high[2], low[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float x = numbers[row + 8 * half];
-      high[half] = Pairs16::of(x, x);
-      const float rest = x - Pairs16::low(high[half]);
-      low[half] = Pairs16::of(rest, rest);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      load_tiles(words[k], fragment_at(panel, k));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        unsigned rest;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(rest) : "r"(words[k][i]), "r"(low[i % 2]));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(words[k][i]) : "r"(words[k][i]), "r"(high[i % 2]), "r"(rest));
-      }
-    }
-  }
-  // With a tile whose 64 rows are what is summed over.
-  __device__ __forceinline__ void multiply(float (&d)[64], unsigned tile) const {
-    const unsigned long long descriptor = column_descriptor(tile, kPanel);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      Wgmma<bf16, 128>::template registers<true>(d, words[k], advanced(descriptor, 2048 * k), k > 0);
-    }
-  }
-};
-
 // Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
 // the element.
 struct RowDots {
@@ -1256,9 +1220,8 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     barrier_wait(memory.state_here(), i & 1);
     barrier_wait(memory.adjoint_here(), i & 1);
     float d[64];
-    ScaledRows rows(query ? adjoint : v, memory.rows(buffer, query ? kIn : kOut));
     wgmma_fence();
-    rows.multiply(d, state);
+    multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
     // <T, s> and dO . V in half of the columns.
     float dots[2] = {
@@ -1271,17 +1234,20 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     if (lane % 16 == 0) memory.sums(buffer, kCarried)[lane / 2 + 4 * part + thread / 32] = dots[0];
     fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
     __syncwarp();
+    wgmma_wait<0>();
+    pin(d);
+    if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
+    scale_rows(d, memory.rows(buffer, query ? kIn : kOut));
     barrier_wait(memory.products_here(), i & 1);
+    wgmma_fence();
     if (query) {
       multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
     } else {
       multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
     }
     wgmma_commit();
-    wgmma_wait<1>();
-    if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
     wgmma_wait<0>();
-    pin(d), pin(rows.words);
+    pin(d);
     if (lane == 0) barrier_arrive(memory.products_free());
     if constexpr (C::kFinal) {
       if (!query) add_final_key<C>(d, in, place, h);
