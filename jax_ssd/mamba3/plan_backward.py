@@ -22,6 +22,7 @@ FILE = "mamba3_backward.cu"
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
+SCHEDULE_LANES, SCHEDULE_DEPTH = 8, 2
 TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
@@ -147,12 +148,30 @@ def warpgroup_walk_shared(problem: Problem) -> int:
 def warpgroup_chunk_shared(problem: Problem) -> int:
     """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
     p, weighted = problem, "mimo_v" in problem.given
-    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
-    panels = 20 if weighted or "z" in p.given else 18
+    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state // 2 + 4
+    turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
+    apart = turned <= 8192  # both sides have room for what phases get
+    panels = (20 if weighted or "z" in p.given else 18) + (apart and not weighted)
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
+    sums = (2 if apart else 1) * turned + 8 * p.rank * bias * 4
     return panels * 8192 + 2 * table + sums + 96
+
+
+def schedule_shared(problem: Problem, lanes: int) -> int:
+    """`ScheduleShare::Memory` of mamba3_backward_time.cu: angles and steps of rounds, sums of warps and blocks."""
+    units = problem.pairs // 4
+    even = lanes % units == 0 or units % lanes == 0
+    heads = (lanes + (1 if even else 2) * (units - 1)) // units
+    rounds = SCHEDULE_DEPTH * (CLUSTER_THREADS * 8 * 16 + CLUSTER_THREADS // lanes * heads * 8 * 4)
+    return rounds + (CLUSTER_THREADS // 32 + 2 * TIME_BLOCKS) * lanes * 16 + 16
+
+
+def time_shared(problem: Problem, span: int) -> int:
+    """`SpanShare::Memory` of mamba3_backward_time.cu: angles, a state and its adjoint, sums, steps and so on."""
+    p, lanes = problem, _lanes(problem)
+    states = 16 if "d_state_ssm" in p.given else 4 * p.head_dim * lanes * 8
+    return span * (lanes * 16 + lanes * lanes // 8 + 5 * 4) + states
 
 
 def ranks(problem: Problem) -> int:
@@ -298,6 +317,7 @@ class _Builder:
         self.scratch = (
             *(Buffer(name, shape, "float32") for name, shape in floats.items()),
             *(Buffer(name, shape, p.dtype) for name, shape in values.items()),
+            *([Buffer("phases", (*heads, p.pairs), "uint16")] if config.warpgroups else []),
             Buffer(
                 "records", (p.batch, self.chunks, p.heads, self.record), "bfloat16" if config.warpgroups else "float32"
             ),
@@ -403,9 +423,14 @@ class _Builder:
         """Walks, first to the ends of segments if there are more than one, and chunks, by the kernels of sm_90."""
         p, rows, launch = self.problem, self.problem.batch * self.problem.heads, self.warpgroup_launch
         segments = (self.segments, self.segment_chunks)
-        general = ("normed", "rest", "cu_seqlens")  # what these kernels do without
-        schedule = tuple(name for name in schedule if name not in general)
-        walk = (*(name for name in walk if name not in general), "ends", "totals")
+
+        def own(names: tuple[str, ...], *without: str) -> tuple[str, ...]:
+            """Instead of rests, of which they have none, they take phases from an array of their own."""
+            without = ("normed", "cu_seqlens", *without)
+            return tuple("phases" if name == "rest" else name for name in names if name not in without)
+
+        schedule, walk, chunk = own(schedule, "grad_angles"), own(walk, "grad_angles"), own(chunk)
+        walk += ("ends", "totals")
 
         def walks(ends_only: str) -> Launch:
             grid, shared = (rows, self.segments, 2), warpgroup_walk_shared(p)
@@ -413,16 +438,24 @@ class _Builder:
 
         launches = [walks(", true")] * (self.segments > 1) + [walks(", false")]
         blocks = p.batch * self.chunks * p.groups * self.config.parts
-        # Twice as many clusters as fit at once, of as many heads as it takes: the next head's inputs come early.
-        clusters = math.ceil(rows / max(1, round(rows / (4 * MULTIPROCESSORS // TIME_BLOCKS))))
-        chunk = tuple(name for name in chunk if name not in general)
         chunk = (*chunk[: chunk.index("q_sums")], "grad_q", "grad_k", *chunk[chunk.index("q_sums") :])
         shared, parts = warpgroup_chunk_shared(p), (self.config.parts,)
         return [
-            launch(TIME_FILE, "schedule", (TIME_BLOCKS, clusters, 1), CLUSTER_THREADS, schedule, clustered=True),
+            self.warpgroup_schedule(schedule),
             *launches,
             launch(CHUNK_FILE, "chunk", (blocks, 1, 1), CHUNK_TEAMS, chunk, shared, parts),
         ]
+
+    def warpgroup_schedule(self, arrays: tuple[str, ...]) -> Launch:
+        """Clusters take columns of a row of the batch, four of each lane; two blocks are on a multiprocessor."""
+        p, slots = self.problem, 2 * MULTIPROCESSORS
+        lanes = SCHEDULE_LANES
+        groups = p.batch * math.ceil(p.heads * p.pairs / (4 * lanes))
+        blocks = next((n for n in (8, 4, 2) if n * groups <= slots), 1)
+        rounds = math.ceil(groups / (slots // blocks))
+        grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p, lanes)
+        name = f"schedule, {lanes}"
+        return self.warpgroup_launch(TIME_FILE, name, grid, CLUSTER_THREADS, arrays, shared, cluster=blocks)
 
     def warpgroup_time(self, time: tuple[str, ...]) -> Launch:
         """A block a span of a head, after those that sum up parameters."""
@@ -430,11 +463,11 @@ class _Builder:
         sums = p.batch * math.ceil(p.heads * self.record // 2 / threads)
         grid = (sums + p.batch * p.heads * math.ceil(p.seq / self.span), 1, 1)
         arrays = tuple(name for name in time if name not in ("cu_seqlens", "grad_norm_weight"))
-        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays)
+        return self.warpgroup_launch(TIME_FILE, f"time, {self.span}", grid, threads, arrays, time_shared(p, self.span))
 
     def warpgroup_launch(
         self, file: str, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,
-        numbers: tuple[int, ...] = (), clustered: bool = False
+        numbers: tuple[int, ...] = (), cluster: int = 0
     ) -> Launch:  # fmt: skip
         """name: the kernel's, with what follows the call among its template arguments. Absent arrays are never touched;
         any other stands in for them."""
@@ -447,10 +480,9 @@ class _Builder:
         )
         arguments = (ArrayArg(array if array in self.present else "dt") for array in arrays)
         scalars = (ScalarArg(number, "int32") for number in (p.batch, p.seq, *numbers))
-        cluster = (TIME_BLOCKS, 1, 1) if clustered else None
         source = CudaKernel(file, expression, arch_specific=True, archs=("sm_90",))
-        pdl = name != "schedule"
-        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, cluster, pdl)
+        clusters = (cluster, 1, 1) if cluster else None
+        return Launch(source, grid, (*arguments, *scalars), (threads, 1, 1), shared, clusters, pdl=not cluster)
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, arrays: tuple[str, ...], shared: int = 0,

@@ -2,8 +2,8 @@
 // rows of q, k, v and the output's adjoint made ready for products, sums over the rows of accumulators.
 //
 // Rows of a tile are the tokens of a chunk times the ranks, row = token * kRank + rank. Columns of q and k are kept in
-// the order in which rotated pairs are neighbours, whatever the order in memory. Phases are 16 bits, in the first half
-// of each row of the angles' gradient. Tiles are panels of 64 rows and 64 columns, swizzled as wgmma.cuh wants them;
+// the order in which rotated pairs are neighbours, whatever the order in memory. Phases are 16 bits, token after token
+// of a head. Tiles are panels of 64 rows and 64 columns, swizzled as wgmma.cuh wants them;
 // states and their adjoints are tiles [head_dim][state] in device memory too.
 #pragma once
 

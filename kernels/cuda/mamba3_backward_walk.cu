@@ -72,7 +72,7 @@ struct Walker {
     key = (Backward ? in.q : in.k) + (tokens * (C::kRank * C::kGroups) + h / C::kGroupHeads) * C::kN;
     value = (Backward ? in.dy : in.v) + at;
     gate = in.z + at;
-    phase = in.phases + (tokens * C::kHeads + h) * (2 * C::kPairs);
+    phase = in.phases + schedule * C::kPairs;
     decay = in.decay + schedule, f = in.f + schedule;
   }
 
@@ -104,7 +104,7 @@ struct Walker {
 #pragma unroll
       for (int r = 0; r < kRanks; ++r) raw.key[i][r] = load_unit<C>(from + key_rank(r) * (C::kGroups * C::kN), unit);
       if (unit < C::kPairs / 4) {
-        raw.phase[i] = __ldg(reinterpret_cast<const uint2*>(phase + t * (C::kHeads * 2 * C::kPairs) + 4 * unit));
+        raw.phase[i] = __ldg(reinterpret_cast<const uint2*>(phase + t * C::kPairs + 4 * unit));
       }
     }
 #pragma unroll
@@ -124,7 +124,7 @@ struct Walker {
     if (which < (Backward && C::kGate ? 3 : 2)) {
       const long long t = min(t0 + static_cast<int>(threadIdx.x) % C::kTokens, end);
       const void* from = value - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
-      if (which == 1) from = phase + t * (C::kHeads * 2 * C::kPairs);
+      if (which == 1) from = phase + t * C::kPairs;
       if (which == 2) from = gate - threadIdx.x % 8 * 8 + t * (C::kHeads * C::kP);
       want(from);
     }
@@ -253,7 +253,8 @@ struct Walker {
       stage(raw, step % 2);
       total = raw.total;
       if (step + 1 < steps) load(raw, chunk_of(step + 1));
-      if (step + 3 < steps) want_chunk(chunk_of(step + 3));
+      // No further ahead: at three steps lines leave the L2 cache before they are loaded, and are read twice.
+      if (step + 2 < steps) want_chunk(chunk_of(step + 2));
       wgmma_wait<0>();
       pin(state);
       if (!ends_only) store_panel(out + team * kPanel, state);

@@ -108,6 +108,20 @@ inline void barrier_wait(unsigned address, unsigned parity) {
   --barrier.waiting;
 }
 
+// A word to the memory of a block of the cluster, and its bytes to a barrier there.
+inline void store_async(unsigned to, unsigned word, unsigned barrier) {
+  char* target = cluster_shared(to, 4, 4);
+  cluster_shared(barrier, 8, 8);
+  const unsigned rank = barrier >> RANK_SHIFT, address = barrier & ((1u << RANK_SHIFT) - 1);
+  if (to >> RANK_SHIFT != rank)
+    fail_f("a store to block %u tells a barrier of block %u", (to >> RANK_SHIFT) - 1, rank - 1);
+  auto& barriers = own_block().cluster->blocks[rank - 1]->barriers;
+  const auto found = barriers.find(address);
+  if (found == barriers.end()) fail_f("the mbarrier at %u of block %u was not initialised", address, rank - 1);
+  found->second.copies.emplace_back(4, [=] { memcpy(target, &word, 4); });
+  settle(found->second);
+}
+
 inline void copy_in(unsigned to, const void* parameter, std::vector<int> at, unsigned barrier) {
   const Map map = read_map(parameter, int(at.size()));
   const unsigned bytes = box_bytes(map);

@@ -267,6 +267,10 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(unsig
 inline void cp_async_bulk_global_shared_cta_bulk_group(void* to, unsigned from, unsigned bytes) {
   copy_line_out(to, from, bytes);
 }
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, unsigned word, unsigned barrier) {
+  store_async(to, word, barrier);
+}
+
 inline void cp_async_bulk_commit_group() { commit(current->bulk_groups); }
 inline void cp_async_bulk_wait_group_read(int pending) { wait_for_groups(current->bulk_groups, pending); }
 inline void cp_async_bulk_wait_group(int pending) { wait_for_groups(current->bulk_groups, pending); }
