@@ -22,7 +22,7 @@ FILE = "mamba3_backward.cu"
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
-SCHEDULE_LANES, SCHEDULE_DEPTH = (32, 16, 8), 2
+SCHEDULE_LANES, SCHEDULE_DEPTH = 8, 2
 TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
@@ -30,7 +30,7 @@ ROWS = 64  # of a tile: tokens x ranks of a chunk
 SMALL_ROWS = 32  # where memory is scarce
 # Tokens over which the gradients of phases are summed: where a span ends, states are read again, and within it the
 # rounding errors of its chunks' states add up. 16-bit states of all chunks by the general kernels.
-SPAN, SPAN_CHUNKS, SPAN_THREADS = {"bfloat16": 1, "float32": 128}, 8, 512
+SPAN, SPAN_CHUNKS, SPAN_THREADS = {"bfloat16": 1, "float32": 128}, 8, 256
 LARGEST_STATE = 256
 LARGEST_HEAD_DIM = 128
 LARGE_ROWS_STATE = 128  # up to which registers hold the gradients of so many rows of q or k
@@ -148,11 +148,13 @@ def warpgroup_walk_shared(problem: Problem) -> int:
 def warpgroup_chunk_shared(problem: Problem) -> int:
     """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
     p, weighted = problem, "mimo_v" in problem.given
-    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
-    panels = 20 if weighted or "z" in p.given else 18
+    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state // 2 + 4
+    turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
+    apart = turned <= 8192  # both sides have room for what phases get
+    panels = (20 if weighted or "z" in p.given else 18) + (apart and not weighted)
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
+    sums = (2 if apart else 1) * turned + 8 * p.rank * bias * 4
     return panels * 8192 + 2 * table + sums + 96
 
 
@@ -284,8 +286,6 @@ class _Builder:
         self.span = max(1, SPAN[p.dtype] // config.tokens) * config.tokens
         if config.warpgroups:  # of one block, whose threads take eight tokens each
             self.span = min(SPAN_CHUNKS * config.tokens, SPAN_THREADS // _lanes(p) * 8)
-            if p.batch * p.heads * math.ceil(p.seq / self.span) < 2 * MULTIPROCESSORS:
-                self.span //= 2
         self.summed_parts = config.parts > 1 or not config.warpgroups  # else chunks write the gradients of q and k
         self.wide_state, self.wide_head_dim = _wide(p)
         self.record = p.rank * (2 * p.state + 3 * p.head_dim) + p.head_dim + 4
@@ -449,11 +449,11 @@ class _Builder:
     def warpgroup_schedule(self, arrays: tuple[str, ...]) -> Launch:
         """Clusters take columns of a row of the batch, four of each lane; two blocks are on a multiprocessor."""
         p, slots = self.problem, 2 * MULTIPROCESSORS
-        groups = {lanes: p.batch * math.ceil(p.heads * p.pairs / (4 * lanes)) for lanes in SCHEDULE_LANES}
-        lanes = next((n for n in SCHEDULE_LANES if TIME_BLOCKS * groups[n] > 0.9 * slots), SCHEDULE_LANES[-1])
-        blocks = TIME_BLOCKS if TIME_BLOCKS * groups[lanes] <= slots else TIME_BLOCKS // 2
-        rounds = math.ceil(groups[lanes] / (slots // blocks))
-        grid, shared = (blocks, math.ceil(groups[lanes] / rounds), 1), schedule_shared(p, lanes)
+        lanes = SCHEDULE_LANES
+        groups = p.batch * math.ceil(p.heads * p.pairs / (4 * lanes))
+        blocks = next((n for n in (8, 4, 2) if n * groups <= slots), 1)
+        rounds = math.ceil(groups / (slots // blocks))
+        grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p, lanes)
         name = f"schedule, {lanes}"
         return self.warpgroup_launch(TIME_FILE, name, grid, CLUSTER_THREADS, arrays, shared, cluster=blocks)
 

@@ -387,7 +387,7 @@ struct SpanShare {
   static constexpr int kLanes = C::kPairs <= 32 ? 8 : 16;  // that share a token's pairs
   static constexpr int kThreads = Span / kRun * kLanes, kWarps = kThreads / 32, kParts = kThreads / kLanes;
   static constexpr int kOf = C::kFinal ? 0 : 2;  // of state and adjoint
-  static_assert(kThreads % 32 == 0 && kThreads <= 512 && Span % C::kTokens == 0 && C::kP % kParts == 0);
+  static_assert(kThreads % 32 == 0 && kThreads <= kTimeThreads && Span % C::kTokens == 0 && C::kP % kParts == 0);
 
   struct alignas(16) Memory {
     float4 angles[kRun][kThreads], sums[2][kWarps][kLanes];
@@ -411,8 +411,7 @@ __device__ __forceinline__ void add_moments(float (&sum)[4], uint4 adjoint, uint
 // there with its adjoint (see mamba3_moments, which makes them ahead if the final state has a cotangent). d_delta: of
 // the weight of an initial state's key.
 template <class C, int Span>
-__global__ void __launch_bounds__(SpanShare<C, Span>::kThreads,
-                                  (SpanShare<C, Span>::kThreads == 512 ? 1024 : 768) / SpanShare<C, Span>::kThreads)
+__global__ void __launch_bounds__(SpanShare<C, Span>::kThreads, 768 / SpanShare<C, Span>::kThreads)
     mamba3_backward_time(const float* angles, const float* dt, const float* trap, const float* d_f,
                          const float* d_gamma, const bf16* states, const bf16* adjoints, const float* moments,
                          const float* d_delta, float* d_angles, float* d_dt, float* d_trap, float* d_start,
