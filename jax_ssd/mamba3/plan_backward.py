@@ -148,11 +148,13 @@ def warpgroup_walk_shared(problem: Problem) -> int:
 def warpgroup_chunk_shared(problem: Problem) -> int:
     """`ChunkMemory` of mamba3_backward_chunk.cu: inputs twice, states, products of rows with rows, tables, sums."""
     p, weighted = problem, "mimo_v" in problem.given
-    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state + 8
-    panels = 20 if weighted or "z" in p.given else 18
+    tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state // 2 + 4
+    turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
+    apart = turned <= 8192  # both sides have room for what phases get
+    panels = (20 if weighted or "z" in p.given else 18) + (apart and not weighted)
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (14 * ROWS + 8) * 4
-    sums = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4 + 8 * p.rank * bias * 4
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
+    sums = (2 if apart else 1) * turned + 8 * p.rank * bias * 4
     return panels * 8192 + 2 * table + sums + 96
 
 

@@ -7,13 +7,12 @@
 //   dV = M' dO + f exp(a_last - a) K T          dQ = dM K + exp(a) dO s'       dK = dM' Q + f exp(a_last - a) V T'
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
-// registers. Its four warpgroups work at the same time: the query side makes M, dM and dQ; the key side dV and dK;
-// the third the next head's values, then the output and what depends on it; the fourth the next head's queries
-// and keys, and the end of the sums of the head before.
+// registers. Its four warpgroups work at the same time: the query side and the key side make half of M and dM each,
+// then dQ and dK; the third the next head's values, then dV, the output and what depends on it; the fourth the next
+// head's queries and keys, and the end of the sums of the head before.
 //
 // Instructions come from a cache of 32 KB at full speed, beyond it at half of that. The loops of all warpgroups are
-// more, so both sides run one program where they do the same, and what can be is a short loop instead of a long
-// sequence.
+// more, so both sides run one program in step, and what can be is a short loop instead of a long sequence.
 
 #include "mamba3_backward_tiles.cuh"
 
@@ -35,25 +34,27 @@ struct ChunkArrays {
 template <class C>
 struct ChunkMemory {
   // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
-  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN + 8;
+  static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN / 2 + 4;
   static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
   static constexpr bool kSlopes = C::kGate && !C::kWeighted;
   static constexpr int kKinds = C::kWeighted ? 3 : 0;
+  // What phases get of a side: see `turn_at`. Where that is much, there is no room for both, nor to collect rows of dV.
+  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
+  static constexpr bool kTurnsApart = kTurned <= kPanel, kValuesByRows = C::kWeighted || kTurnsApart;
   // Tiles of an input, twice; slopes: of the output's gate, times the output's adjoint, without weights of ranks.
   static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kSlope = 6 * kPanel,
                        kInput = (kSlopes ? 7 : 6) * kPanel;
   static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
                        kAdjointM = kM + kPanel, kOutputs = kAdjointM + kPanel,
                        kValueOut = kOutputs + (C::kWeighted ? kPanel : 0),
-                       kTables = kValueOut + (C::kWeighted ? kPanel : 0);  // the last two: of all ranks
+                       kTables = kValueOut + (kValuesByRows ? kPanel : 0);  // the last two: of all ranks
   // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
                        kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
-                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (8 * C::kRows + 8) * 4;
-  // What phases get: see `turn_at`.
-  static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
-  static constexpr int kPhases = kTables + 2 * kTable, kBias = kPhases + kTurned,  // [side][warp][rank][column]
+                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (10 * C::kRows + 16) * 4;
+  static constexpr int kPhases = kTables + 2 * kTable,
+                       kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][two columns]
       kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
 
   char* base;
@@ -63,11 +64,11 @@ struct ChunkMemory {
   __device__ unsigned state_here() const { return at(kBarriers + 32); }
   __device__ unsigned adjoint_here() const { return at(kBarriers + 40); }
   __device__ unsigned products_here() const { return at(kBarriers + 48); }
-  __device__ unsigned outputs_done() const { return at(kBarriers + 56); }
-  __device__ unsigned state_free() const { return at(kBarriers + 64); }
+  __device__ unsigned state_free() const { return at(kBarriers + 56); }
+  __device__ unsigned adjoint_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
-  __device__ unsigned phases_here() const { return at(kBarriers + 80); }
-  __device__ unsigned phases_free() const { return at(kBarriers + 88); }
+  __device__ unsigned values_here() const { return at(kBarriers + 80); }
+  __device__ unsigned values_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
@@ -75,13 +76,13 @@ struct ChunkMemory {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
   }
   __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
-  // Sums: strict dM QK along a row; dM QK / gamma in a token; dO . Q s; V . K T; strict dM QK / f down a column, of
-  // four warps; <T, s> and dO . V, of four warps.
+  // Sums: strict dM QK along a row, and dM QK / gamma in a token, each of two halves; dO . Q s; V . K T; strict
+  // dM QK / f down a column, of four warps; <T, s> and dO . V, of eight warps.
   __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
 };
 
 enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
-enum Sums { kAlong, kSame, kRead, kWritten, kDown, kCarried = 8 };
+enum Sums { kAlong, kSame = 2, kRead = 4, kWritten, kDown, kCarried = 10 };
 
 // Where a block is.
 template <class C>
@@ -249,6 +250,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+  if (C::kWeighted && i >= 2) barrier_wait(memory.values_free(), i & 1);
 #pragma unroll
   for (int j = 0; j < kUnits; ++j) {
     const unsigned to = swizzled(token(j), piece);
@@ -354,17 +356,17 @@ struct KeyRows {
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
-    constexpr int kStride = kNext * C::kRank * C::kGroups * C::kN;
-    int c = first / C::kRank;
-    const long long at = place.q_at(min(c, place.last), first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
     const bf16 *q = in.q + at, *k = in.k + at;
+    asm volatile("" : "+l"(q), "+l"(k));  // as they are: sums of the rest are not made anew for each row
     unsigned row = shared_address(to);
-#pragma unroll
+    int c = first / C::kRank;
+#pragma unroll 1
     for (int i = 0; i < 8; ++i) {
-      copy_unit(row, q);
-      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k);
+      const int from = min(c, place.last) * (C::kRank * C::kGroups * C::kN);
+      copy_unit(row, q + from);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from);
       row += 1024, c += kNext;
-      if (c <= place.last) q += kStride, k += kStride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -387,22 +389,25 @@ struct KeyRows {
     if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
-      const uint4 own_q = q, own_k = k, own_turn = turn;
-      if (i < 7) {  // the next row is on its way meanwhile
-        q = copied(row + 1024), k = copied(row + 1024 + Memory::kK - Memory::kQ);
-        if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns += kNext * Memory::kTurnPitch);
+      float x[8], y[8], cosine[4], sine[4];
+      unpack8(q, x), unpack8(k, y);
+      if constexpr (Turning) {
+        const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) cosine[e] = Pair<__half>::low(words[e]), sine[e] = Pair<__half>::high(words[e]);
       }
-      float x[8], y[8];
-      unpack8(own_q, x), unpack8(own_k, y);
+      // The next row is on its way meanwhile, to the same registers; after the last it is that row again.
+      const char* next = row + (i < 7 ? 1024 : 0);
+      if (i < 7) turns += kNext * Memory::kTurnPitch;
+      q = copied(next), k = copied(next + Memory::kK - Memory::kQ);
+      if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] += q_bias[e], y[e] += k_bias[e];
       if constexpr (Turning) {
-        const unsigned words[4] = {own_turn.x, own_turn.y, own_turn.z, own_turn.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float cosine = Pair<__half>::low(words[e]), sine = Pair<__half>::high(words[e]);
-          rotate(x[2 * e], x[2 * e + 1], sine, cosine);
-          rotate(y[2 * e], y[2 * e + 1], sine, cosine);
+          rotate(x[2 * e], x[2 * e + 1], sine[e], cosine[e]);
+          rotate(y[2 * e], y[2 * e + 1], sine[e], cosine[e]);
         }
       }
       *reinterpret_cast<uint4*>(row) = pack8(x);
@@ -448,17 +453,18 @@ struct HeadSums {
       const float below =
           sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
       const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
-      e[i] = sum_of(kAlong, row) - row_of(kF, row) * below + row_of(kIn, row) * sum_of(kRead, row) - leaving;
+      e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below +
+             row_of(kIn, row) * sum_of(kRead, row) - leaving;
       weight[i] = below + row_of(kLeft, row) * out;
-      diagonal[i] = sum_of(kSame, row);
+      diagonal[i] = sum_of(kSame + row / 32, row);
       ends += leaving;
     }
-    const float* others = memory.sums(buffer, kCarried);  // of four warps: <T, s>, dO . V
-    if (lane == 0) {
-      ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * (others[0] + others[1] + (others[2] + others[3]));
-      if (C::kSkip) {
-        place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(others[4] + others[5] + (others[6] + others[7]));
-      }
+    if (lane < 2) {
+      const float4* others = reinterpret_cast<const float4*>(memory.sums(buffer, kCarried)) + 2 * lane;
+      const float sum = others[0].x + others[0].y + (others[0].z + others[0].w) + others[1].x + others[1].y +
+                        (others[1].z + others[1].w);
+      if (lane == 0) ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * sum;
+      if (C::kSkip && lane == 1) place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(sum);
     }
     const long long head = place.head_token(in, h);
     if constexpr (C::kRank == 1) {
@@ -540,18 +546,34 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
 // ---------------------------------------------------------------------------------------------------------------------
 // What both sides do with dQ or dK: turn it back, and what the phases, the biases and the group get of it.
 
-// Sums [rank][kWidth] over the four warps of a side into a record, rounded: they are summed over many chunks.
-template <class C, int kWidth, int kPitch>
-__device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
-  constexpr int kNext = C::kRank * kPitch, kPairsOfAll = C::kRank * kWidth / 2;
+// `share_sums` of pairs, which are rounded.
+template <int Count, int Offset, int Last>
+__device__ __forceinline__ void share_pairs(unsigned* x) {
+  if constexpr (Offset >= Last) {
+    const bool upper = threadIdx.x & Offset;
 #pragma unroll
-  for (int i = 0; i < (kPairsOfAll + kTeam - 1) / kTeam; ++i) {
-    const int at = 2 * (threadIdx.x % kTeam + i * kTeam), from = at / kWidth * kPitch + at % kWidth;
-    if (at >= 2 * kPairsOfAll) continue;
+    for (int i = 0; i < Count / 2; ++i) {
+      const unsigned other = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i + Count / 2], Offset),
+                     own = upper ? x[i + Count / 2] : x[i];
+      asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(x[i]) : "r"(own), "r"(other));
+    }
+    share_pairs<Count / 2, Offset / 2, Last>(x);
+  }
+}
+
+// Sums [rank][column] over the four warps of a side into a record, rounded: they are summed over many chunks.
+template <class C>
+__device__ __forceinline__ void sum_of_warps(const unsigned* slots, bf16* to) {
+  constexpr int kPitch = ChunkMemory<C>::kBiasPitch, kNext = C::kRank * kPitch, kWidth = C::kN / 2,
+                kAll = C::kRank * kWidth;
+#pragma unroll
+  for (int i = 0; i < (kAll + kTeam - 1) / kTeam; ++i) {
+    const int at = threadIdx.x % kTeam + i * kTeam, from = at / kWidth * kPitch + at % kWidth;
+    if (at >= kAll) continue;
     float2 x[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) x[w] = *reinterpret_cast<const float2*>(slots + from + w * kNext);
-    *reinterpret_cast<unsigned*>(to + at) =
+    for (int w = 0; w < 4; ++w) x[w] = unpack2(slots[from + w * kNext]);
+    reinterpret_cast<unsigned*>(to)[at] =
         Pairs16::of(x[0].x + x[1].x + (x[2].x + x[3].x), x[0].y + x[1].y + (x[2].y + x[3].y));
   }
 }
@@ -559,7 +581,7 @@ __device__ __forceinline__ void sum_of_warps(const float* slots, bf16* to) {
 // Where the fragments of 16 columns of a warp's 16 rows begin in a tile, for `load_tiles`.
 __device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
   const int lane = threadIdx.x % 32;
-  return tile + step / 4 * kPanel + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, step % 4 * 2 + lane / 16);
+  return ((tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, lane / 16)) ^ step % 4 * 32) + step / 4 * kPanel;
 }
 
 // The same of a table with rows of `pitch` bytes for tokens: words of 32 bits or pairs of 16, 16 bytes of two columns.
@@ -572,15 +594,15 @@ __device__ __forceinline__ unsigned table_fragment_at(unsigned table, int pitch,
 // tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
 template <class C>
 __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
-                                          unsigned tile, unsigned turns, float* bias) {
+                                          unsigned tile, unsigned turns, unsigned* bias) {
   using Memory = ChunkMemory<C>;
   constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 * 2 +
-              lane / (4 * C::kRank) * C::kRank * 8;
+  unsigned* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 +
+                 lane / (4 * C::kRank) * C::kRank * 4;
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    float sums[16];
+    unsigned sums[8];
 #pragma unroll
     for (int step = 4 * panel; step < 4 * panel + 4; ++step) {
       unsigned rows[4], words[4];  // [column][half of the rows]
@@ -603,17 +625,14 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
             own[2 * half + 1] = y * cosine - x * sine;
           }
         }
-        sums[2 * j % 16] = own[0] + own[2];
-        sums[2 * j % 16 + 1] = own[1] + own[3];
+        sums[j % 8] = Pairs16::of(own[0] + own[2], own[1] + own[3]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
       }
     }
-    share_sums<16, 16, 4 * C::kRank>(sums);
+    share_pairs<8, 16, 4 * C::kRank>(sums);
 #pragma unroll
-    for (int i = 0; i < 2 * C::kRank; i += 2) {
-      *reinterpret_cast<float2*>(to + 64 * panel + i / 2 * 8) = make_float2(sums[i], sums[i + 1]);
-    }
+    for (int i = 0; i < C::kRank; ++i) to[32 * panel + 4 * i] = sums[i];
   }
   share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
 }
@@ -640,27 +659,32 @@ struct OwnTurns {
     token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
     pair = rank % kParts * kOwn * 4 + lane % 4;
   }
-  // To the table, or on top of what is there: see `turn_at`.
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, float (&turn)[C::kPairs / 2], bool more) const {
+  // To a table, or on top of what is there: see `turn_at`.
+  template <bool More>
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table,
+                                        const float (&turn)[C::kPairs / 2]) const {
     if constexpr (C::kRank == 1) {
       const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
+      const unsigned first = memory.at(table);
 #pragma unroll
       for (int i = 0; i < kTurned; i += 2) {
         const int next = i + 1 < kTurned ? i + 1 : i;
-        const unsigned at = memory.at(Memory::kPhases) + turn_at<C>(row, (i + lane / 16) * 4) * 4;
-        float sums[4] = {turn[i], turn[kTurned + i], turn[next], turn[kTurned + next]};
-        unsigned words[4] = {};
-        if (more) load_tiles(words, at);
+        const unsigned at = first + turn_at<C>(row, (i + lane / 16) * 4) * 4;
+        const float sums[4] = {turn[i], turn[kTurned + i], turn[next], turn[kTurned + next]};
+        unsigned words[4];
+        if constexpr (More) load_tiles(words, at);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(sums[e] + __uint_as_float(words[e]));
+        for (int e = 0; e < 4; ++e) {
+          words[e] = __float_as_uint(More ? sums[e] + __uint_as_float(words[e]) : sums[e]);
+        }
         store_tiles(at, words);
       }
     } else {
-      float* table = reinterpret_cast<float*>(memory.base + Memory::kPhases);
+      float* first = reinterpret_cast<float*>(memory.base + table);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        float* to = table + turn_at<C>(token + later(i), pair + further(i));
-        *to = turn[i] + (more ? *to : 0.0f);
+        float* to = first + turn_at<C>(token + later(i), pair + further(i));
+        *to = More ? turn[i] + *to : turn[i];
       }
     }
   }
@@ -669,24 +693,36 @@ struct OwnTurns {
   static __device__ constexpr int further(int i) { return i % kTurned * 4; }
 };
 
-// What a head's phases get of both sides, from the table; a warp has its own tokens.
+// What a head's phases get of both sides; a warp of one and a warp of the other share their tokens.
 template <class C>
 __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int h) {
+                                            const ChunkMemory<C>& memory, int h, int part) {
+  using Memory = ChunkMemory<C>;
   constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
-  const int thread = thread_anew(), lane = thread % 32, first = thread / 32 * (C::kTokens / 4);
-  const float* table = reinterpret_cast<const float*>(memory.base + ChunkMemory<C>::kPhases);
+  constexpr int kNext = 64 / kUnits;  // tokens from one unit of a thread to its next
+  static_assert(kOfWarp <= 64 || 64 % kUnits == 0);
+  const int thread = thread_anew(), unit = thread % 32 + 32 * part, pair = unit % kUnits * 4;
+  const float* table = reinterpret_cast<const float*>(memory.base + Memory::kPhases);
+  int c = thread / 32 * (C::kTokens / 4) + unit / kUnits;
+  const float* from = table + turn_at<C>(c, pair);
+  float* to = in.angles + place.token_head(c, h, C::kPairs) + pair;
 #pragma unroll
-  for (int j = 0; j < (kOfWarp + 31) / 32; ++j) {
-    const int unit = lane + 32 * j;
-    if (kOfWarp % 32 && unit >= kOfWarp) continue;
-    const int c = first + unit / kUnits, pair = unit % kUnits * 4;
-    float4 sum = *reinterpret_cast<const float4*>(table + turn_at<C>(c, pair));
+  for (int j = 0; j < (kOfWarp + 63) / 64; ++j) {
+    if (kOfWarp % 64 && unit + 64 * j >= kOfWarp) continue;
+    if (j > 0) {
+      c += kNext, to += kNext * C::kHeads * C::kPairs;
+      from = kNext % 8 == 0 ? from + kNext * C::kPairs : table + turn_at<C>(c, pair);
+    }
+    float4 sum = *reinterpret_cast<const float4*>(from);
+    if constexpr (Memory::kTurnsApart) {
+      const float4 other = *reinterpret_cast<const float4*>(from + Memory::kTurned / 4);
+      sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+    }
     if (C::kFinal && place.t0 + c == in.seq - 1) {
       const float* last = in.d_final_angle + ((long long)place.b * C::kHeads + h) * C::kPairs + pair;
       sum.x += last[0], sum.y += last[1], sum.z += last[2], sum.w += last[3];
     }
-    if (c <= place.last) store4(in.angles + place.token_head(c, h, C::kPairs) + pair, sum);
+    if (c <= place.last) store4(to, sum);
   }
 }
 
@@ -726,6 +762,12 @@ __device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) 
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
 }
 
+// The same of 16 rows as a second factor: first those of the first eight rows.
+__device__ __forceinline__ unsigned factor_at(unsigned tile) {
+  const int lane = threadIdx.x % 32;
+  return tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
 // Products of each row of 16 with itself, on the diagonals of two products of matrices: far fewer instructions than by
 // the element.
 struct RowDots {
@@ -735,25 +777,26 @@ struct RowDots {
   __device__ __forceinline__ void add(const unsigned (&rows)[4], unsigned others) {
     unsigned b[4];
     load_tiles(b, others);
-    multiply(low, rows, b[0], b[2], bf16());
-    multiply(high, rows, b[1], b[3], bf16());
+    multiply(low, rows, b[0], b[1], bf16());
+    multiply(high, rows, b[2], b[3], bf16());
   }
   // Whether the lane has rows lane / 4 and lane / 4 + 8.
   static __device__ __forceinline__ bool here() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
   __device__ __forceinline__ float first() const { return threadIdx.x & 4 ? low[1] : low[0]; }
   __device__ __forceinline__ float second() const { return threadIdx.x & 4 ? high[3] : high[2]; }
-  __device__ __forceinline__ float sum() const { return warp_sum(here() ? first() + second() : 0.0f); }
+  __device__ __forceinline__ float own() const { return here() ? first() + second() : 0.0f; }
 };
 
-// Of the rows of two tiles of 16 * Steps columns.
+// Of the rows of two tiles, in the 16 * Steps columns that begin at the step-th 32 bytes of a panel of each.
 template <int Steps>
-__device__ __forceinline__ RowDots dots_of_tiles(unsigned tile, unsigned other) {
+__device__ __forceinline__ RowDots dots_of_tiles(unsigned panel, unsigned other, int step) {
   RowDots dots;
+  const unsigned first = fragment_at(panel, 0) ^ 32 * step, second = factor_at(other) ^ 32 * step;
 #pragma unroll
   for (int k = 0; k < Steps; ++k) {
     unsigned rows[4];
-    load_tiles(rows, fragment_at(tile, k));
-    dots.add(rows, fragment_at(other, k));
+    load_tiles(rows, first ^ 32 * k);
+    dots.add(rows, second ^ 32 * k);
   }
   return dots;
 }
@@ -766,7 +809,7 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
     unsigned rows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) rows[i] = Pairs16::of(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
-    dots.add(rows, fragment_at(panel, k));
+    dots.add(rows, factor_at(panel) ^ 32 * k);
   }
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   if (RowDots::here()) to[row] = dots.first(), to[row + 8] = dots.second();
@@ -775,16 +818,17 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side.
 
-// M and dM from QK' and dO V' in half of the columns, and the sums of their elements.
+// M and dM from QK' and dO V' in half of the columns, and the sums of their elements. skip: what is on M's diagonal
+// besides.
 template <class C>
-__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2],
+__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2], float skip,
                                       const ChunkMemory<C>& memory, int buffer, int part) {
   constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4, first = 32 * part;
   const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
   const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
-  // That of the row, less the offset of the columns'.
-  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank;
+  // That of the row, less the offset of the columns'; the same of rows.
+  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank, beyond = row - lane % 4 * 2 - first;
   float down[8] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -792,6 +836,7 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
                  f_j = *reinterpret_cast<const float2*>(f + first + 8 * j + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const bool meets = (half - j) % 2 == 0;  // else these eight rows have the diagonal in other columns
       float decayed, diagonal;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -801,11 +846,16 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
           diagonal = before == 0 ? 1.0f : 0.0f;
         }
         float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-        const float product = x * y, earlier = decayed * (e ? f_j.y : f_j.x), w = earlier + diagonal * own[half];
+        const float product = x * y;
+        float w = decayed * (e ? f_j.y : f_j.x);
         down[2 * j + e] += product * decayed;
-        along[half] += product * earlier;
-        same[half] += product * diagonal;
+        along[half] += product * w;
+        if (meets) {
+          same[half] += product * diagonal;
+          w += diagonal * own[half];
+        }
         x *= w;
+        if (C::kSkip && meets) x += beyond + 8 * half - 8 * j == e ? skip : 0.0f;
         y *= w;
       }
     }
@@ -816,13 +866,25 @@ __device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&
 
 // Half of the columns of 64 rows, rounded, into a panel.
 __device__ __forceinline__ void store_half(unsigned panel, const float (&d)[16], int part) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const unsigned to = fragment_at(panel, 0) ^ 64 * part;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* x = d + 8 * i;
     const unsigned words[4] = {Pairs16::of(x[0], x[1]), Pairs16::of(x[2], x[3]), Pairs16::of(x[4], x[5]),
                                Pairs16::of(x[6], x[7])};
-    store_tiles(panel + swizzled(row, 4 * part + 2 * i + lane / 16), words);
+    store_tiles(to ^ 32 * i, words);
+  }
+}
+
+// A warp's 16 rows of a panel, to memory in whole lines.
+template <class C>
+__device__ __forceinline__ void store_rows(const char* panel, bf16* to, const ChunkPlace<C>& place, int h) {
+  const int thread = thread_anew(), first = thread / 32 * 16 + thread % 32 / 8, piece = thread % 8;
+  to += place.token_head(first, h, C::kP) + piece * 8;
+#pragma unroll
+  for (int t = 0; t < 16; t += 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(panel + swizzled(first + t, piece));
+    if (first + t <= place.last) *reinterpret_cast<uint4*>(to + t * C::kHeads * C::kP) = words;
   }
 }
 
@@ -830,7 +892,6 @@ __device__ __forceinline__ void store_half(unsigned panel, const float (&d)[16],
 template <class C>
 __device__ __forceinline__ void gate_gradients(const float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
                                                const ChunkMemory<C>& memory, int h, int buffer) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 8;
   const int slopes = buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kSlope;
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -845,23 +906,20 @@ __device__ __forceinline__ void gate_gradients(const float (&o)[32], const Chunk
     store_tiles(own, words);
   }
   __syncwarp();
-#pragma unroll
-  for (int t = first; t < first + 16; t += 4) {
-    const uint4 words = *reinterpret_cast<const uint4*>(memory.base + slopes + swizzled(t, lane % 8));
-    if (t <= place.last) *reinterpret_cast<uint4*>(in.d_z + place.token_head(t, h, C::kP) + lane % 8 * 8) = words;
-  }
+  store_rows<C>(memory.base + slopes, in.d_z, place, h);
 }
 
-// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in a quarter of the rows of 64.
-// Neighbouring lanes have the other ranks.
-template <class C>
+// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in one of the kLanes equal parts
+// of 64 rows, every so many tokens. Neighbouring lanes have the others. With 8 parts a warpgroup has half of the
+// columns.
+template <class C, int kLanes>
 struct RankColumns {
-  static constexpr int kEach = 16;  // tokens
+  static constexpr int kEach = C::kRows / kLanes, kNext = kLanes / C::kRank;  // tokens; from one to the next
   int rank, first, column;
 
-  __device__ __forceinline__ RankColumns() {
+  __device__ __forceinline__ RankColumns(int half) {
     const int thread = thread_anew();
-    rank = thread % C::kRank, first = thread % 4 / C::kRank * kEach, column = thread / 4 * 2;
+    rank = thread % C::kRank, first = thread % kLanes / C::kRank, column = thread / kLanes * 2 + half * (C::kP / 2);
   }
   __device__ __forceinline__ float2 of_tile(const char* tile, int token) const {
     const int row = token * C::kRank + rank;
@@ -884,7 +942,7 @@ struct RankColumns {
   // Sums over the tokens, to a record [rank][column].
   __device__ __forceinline__ void store(bf16* record, float2 x) const {
 #pragma unroll
-    for (int offset = C::kRank; offset < 4; offset *= 2) {
+    for (int offset = C::kRank; offset < kLanes; offset *= 2) {
       x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
     }
     if (first == 0) *reinterpret_cast<unsigned*>(record + rank * C::kP + column) = Pairs16::of(x.x, x.y);
@@ -897,7 +955,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
                                                  const ChunkMemory<C>& memory, int h, int buffer) {
   using Memory = ChunkMemory<C>;
   constexpr int kKind = C::kTokens * Memory::kWidePitch, kWeight = C::kRank * Memory::kWidePitch;
-  const RankColumns<C> own;
+  const RankColumns<C, 4> own(0);
   const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw);
   const float* weights = memory.template table<float>(buffer, Memory::kWeights);
   const float2 fold = own.weights(weights + kWeight);
@@ -907,7 +965,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
   bf16* d_z = in.d_z + place.token_head(own.first, h, C::kP) + own.column;
 #pragma unroll 8
   for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i;
+    const int c = own.first + i * own.kNext;
     const float2 out = own.of_tile(o, c), dy = own.of_tokens(raw, c);
     const float up[2] = {dy.x * out.x, dy.y * out.y};
     if constexpr (C::kGate) {
@@ -925,7 +983,7 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
       d_spread.x += dx[0] * z[0], d_spread.y += dx[1] * z[1];
       const float2 sum = own.folded(make_float2(dx[0] * (fold.x * spread.x), dx[1] * (fold.y * spread.y)));
       if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_z) = Pairs16::of(sum.x, sum.y);
-      d_z += C::kHeads * C::kP;
+      d_z += own.kNext * C::kHeads * C::kP;
     } else {
       d_fold.x += up[0], d_fold.y += up[1];
     }
@@ -935,58 +993,105 @@ __device__ __forceinline__ void output_gradients(const char* o, const ChunkArray
   own.store(record + C::kMimoZAt, make_float2(d_spread.x * fold.x, d_spread.y * fold.y));
 }
 
-// M and dM of the i-th head, to where both sides and the output read them.
+// Half of the columns of M and dM of the i-th head, to where both sides and the output read them.
 template <class C>
 __device__ __forceinline__ void make_products(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                              const ChunkMemory<C>& memory, int i) {
+                                              const ChunkMemory<C>& memory, int i, int part) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam, buffer = i % 2, h = place.head + i;
   const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                  v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
-  const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM);
+  const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM), further = part * (kPanel / 2);
   const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
-  float along[2] = {}, same[2] = {};
-  // By the same instructions twice: those of all roles are more than the cache of them holds.
-#pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
-    const unsigned further = part * (kPanel / 2);
-    float qk[16], ov[16];
-    wgmma_fence();
-    multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
-    multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(qk), pin(ov);
-    weigh<C>(qk, ov, along, same, memory, buffer, part);
-    if (part == 0 && i > 0) {
-      barrier_wait(memory.products_free(), (i - 1) & 1);
-      // Where nothing else reads M, the output is not held back by it either, and may be two heads ahead.
-      if constexpr (Memory::kOutput) barrier_wait(memory.outputs_done(), (i - 1) & 1);
-    }
-    store_half(m, qk, part);
-    store_half(adjoint_m, ov, part);
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-    const float sum = quad_sum(along[half]), sum_same = quad_sum(same[half]);
-    if (thread % 4 == 0) memory.sums(buffer, kAlong)[row] = sum, memory.sums(buffer, kSame)[row] = sum_same;
-  }
-  if constexpr (C::kSkip) {  // on the diagonal of M
-    __syncwarp();
-    if (thread % 32 < 16) {
-      const int row = thread / 32 * 16 + thread % 32;
-      bf16* own = reinterpret_cast<bf16*>(memory.base + Memory::kM + swizzled(row, row / 8)) + row % 8;
-      *own = __float2bfloat16_rn(__bfloat162float(*own) + skip);
-    }
-  }
+  float along[2] = {}, same[2] = {}, qk[16], ov[16];
+  wgmma_fence();
+  multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
+  multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(qk), pin(ov);
+  weigh<C>(qk, ov, along, same, skip, memory, buffer, part);
+  if (i > 0) barrier_wait(memory.products_free(), (i - 1) & 1);
+  store_half(m, qk, part);
+  store_half(adjoint_m, ov, part);
+  float sums[4] = {along[0], along[1], same[0], same[1]};  // of which a lane keeps that of its number in the quad
+  share_sums<4, 2, 1>(sums);
+  memory.sums(buffer, thread % 4 / 2 * (kSame - kAlong) + part)[thread / 32 * 16 + thread % 32 / 4 + thread % 2 * 8] =
+      sums[0];
   fence_async_proxy();
-  named_barrier(2, kTeam);
-  if (thread == 0) barrier_arrive(memory.products_here());
+  __syncwarp();
+  if (thread % 32 == 0) barrier_arrive(memory.products_here());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The output.
+
+// From dV, where there are no weights of ranks.
+template <class C>
+__device__ __forceinline__ void value_gradients(float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                const ChunkMemory<C>& memory, int h) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
+  if constexpr (C::kFinal) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (place.t0 + row + 8 * half != in.seq - 1) continue;
+      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + column;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) d[4 * j + 2 * half] += from[8 * j], d[4 * j + 2 * half + 1] += from[8 * j + 1];
+    }
+  }
+  if constexpr (ChunkMemory<C>::kValuesByRows) {
+    store_panel(memory.at(ChunkMemory<C>::kValueOut), d);
+    __syncwarp();
+    store_rows<C>(memory.base + ChunkMemory<C>::kValueOut, in.d_v, place, h);
+    __syncwarp();
+  } else {
+    bf16* d_v = in.d_v + place.token_head(row, h, C::kP) + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half > place.last) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        *reinterpret_cast<unsigned*>(d_v + half * 8 * C::kHeads * C::kP + 8 * j) =
+            Pairs16::of(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+      }
+    }
+  }
+}
+
+// dV of the i-th head, and what values and their weights get of it.
+template <class C>
+__device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int lane = threadIdx.x % 32, buffer = i % 2, h = place.head + i;
+  const unsigned k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
+                 adjoint = k + Memory::kAdjoint - Memory::kK;
+  float dv[32];
+  barrier_wait(memory.adjoint_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 8, false, false>(dv, k, memory.at(Memory::kStateAdjoint), false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(dv);
+  if (lane == 0) barrier_arrive(memory.adjoint_free());
+  store_dots(dv, v, memory.sums(buffer, kWritten));
+  scale_rows(dv, memory.rows(buffer, kOut));
+  barrier_wait(memory.products_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 4, true, true>(dv, memory.at(Memory::kM), adjoint, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(dv);
+  if constexpr (C::kWeighted) {
+    if (i > 0) barrier_wait(memory.values_free(), (i - 1) & 1);
+    store_panel(memory.at(Memory::kValueOut), dv);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.values_here());
+  } else {
+    value_gradients<C>(dv, in, place, memory, h);
+  }
+}
 
 template <class C>
 __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -1002,6 +1107,7 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
                    adjoint = q + Memory::kAdjoint - Memory::kQ;
     float o[32];
     barrier_wait(memory.full(buffer), i / 2 & 1);
+    make_values<C>(in, place, memory, i);
     barrier_wait(memory.state_here(), i & 1);
     wgmma_fence();
     multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
@@ -1012,13 +1118,12 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
     store_dots(o, adjoint, memory.sums(buffer, kRead));
     if constexpr (Memory::kOutput) {
       scale_rows(o, memory.rows(buffer, kIn));
-      barrier_wait(memory.products_here(), i & 1);
       wgmma_fence();
       multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
-      if (thread % 32 == 0) barrier_arrive(memory.outputs_done());
+      if (thread % 32 == 0) barrier_arrive(memory.products_free());
       if constexpr (Memory::kSlopes) {
         gate_gradients<C>(o, in, place, memory, h, buffer);
       } else {
@@ -1026,6 +1131,8 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
         named_barrier(4, kTeam);
         output_gradients<C>(memory.base + Memory::kOutputs, in, place, memory, h, buffer);
       }
+    } else if (thread % 32 == 0) {
+      barrier_arrive(memory.products_free());
     }
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
@@ -1034,43 +1141,21 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The key side.
+// The query side and the key side.
 
-// From dV, where there are no weights of ranks.
-template <class C>
-__device__ __forceinline__ void value_gradients(const float (&d)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                int h) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
-  bf16* d_v = in.d_v + place.token_head(row, h, C::kP) + column;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int c = row + 8 * half;
-    if (c > place.last) continue;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float2 own = make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-      if (C::kFinal && place.t0 + c == in.seq - 1) {
-        const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + 8 * j + column;
-        own.x += from[0], own.y += from[1];
-      }
-      *reinterpret_cast<unsigned*>(d_v + half * 8 * C::kHeads * C::kP + 8 * j) = Pairs16::of(own.x, own.y);
-    }
-  }
-}
-
-// From dV, a tile of all ranks.
+// From half of the columns of dV, a tile of all ranks.
 template <class C>
 __device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                     const ChunkMemory<C>& memory, int h, int buffer) {
+                                                     const ChunkMemory<C>& memory, int h, int buffer, int half) {
   using Memory = ChunkMemory<C>;
-  const RankColumns<C> own;
+  const RankColumns<C, 8> own(half);
   const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
   const float2 spread = own.weights(memory.template table<float>(buffer, Memory::kWeights));
   float2 d_spread = make_float2(0.0f, 0.0f);
   bf16* d_v = in.d_v + place.token_head(own.first, h, C::kP) + own.column;
-#pragma unroll 8
+#pragma unroll
   for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i;
+    const int c = own.first + i * own.kNext;
     const float2 dx = own.of_tile(d, c), v = own.of_tokens(values, c);
     d_spread.x += dx.x * v.x, d_spread.y += dx.y * v.y;
     float2 sum = own.folded(make_float2(dx.x * spread.x, dx.y * spread.y));
@@ -1079,54 +1164,9 @@ __device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkA
       sum.x += from[0], sum.y += from[1];
     }
     if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_v) = Pairs16::of(sum.x, sum.y);
-    d_v += C::kHeads * C::kP;
+    d_v += own.kNext * C::kHeads * C::kP;
   }
   own.store(place.record(in, h) + C::kMimoVAt, d_spread);
-}
-
-// dV of the i-th head, and what values and their weights get of it.
-template <class C>
-__device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory, int i) {
-  using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam, lane = thread % 32, buffer = i % 2, h = place.head + i;
-  const unsigned adjoint_state = memory.at(Memory::kStateAdjoint), m = memory.at(Memory::kM),
-                 k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
-                 adjoint = k + Memory::kAdjoint - Memory::kK;
-  barrier_wait(memory.adjoint_here(), i & 1);
-  {
-    float dv[32];
-    wgmma_fence();
-    multiply_tiles<64, 8, false, false>(dv, k, adjoint_state, false);
-    wgmma_commit();
-    barrier_wait(memory.state_here(), i & 1);
-    const float carried = dots_of_tiles<8>(memory.at(Memory::kState), adjoint_state).sum();
-    const float skipped = C::kSkip ? dots_of_tiles<4>(adjoint, v).sum() : 0.0f;
-    fence_async_proxy();  // what was read of the state, ahead of the copy that replaces it
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(memory.state_free());
-      memory.sums(buffer, kCarried)[thread / 32] = carried;
-      memory.sums(buffer, kCarried)[4 + thread / 32] = skipped;
-    }
-    wgmma_wait<0>();
-    pin(dv);
-    store_dots(dv, v, memory.sums(buffer, kWritten));
-    scale_rows(dv, memory.rows(buffer, kOut));
-    barrier_wait(memory.products_here(), i & 1);
-    wgmma_fence();
-    multiply_tiles<64, 4, true, true>(dv, m, adjoint, true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dv);
-    if constexpr (C::kWeighted) {
-      store_panel(memory.at(Memory::kValueOut), dv);
-      named_barrier(3, kTeam);
-      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer);
-    } else {
-      value_gradients<C>(dv, in, place, h);
-    }
-  }
 }
 
 // The gradient of the last token's keys as part of the final state.
@@ -1146,24 +1186,29 @@ __device__ __forceinline__ void add_final_key(float (&d)[64], const ChunkArrays&
   }
 }
 
-// Either side: what is its own, then, by one program for both, dQ or dK and all that depends on it.
+// Either side, by one program for both, so that they ask for the same instructions at the same time: half of M and dM,
+// then dQ or dK and all that depends on it.
 template <class C>
 __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkPlace<C>& place,
                                              const ChunkMemory<C>& memory, bool query) {
   using Memory = ChunkMemory<C>;
   const int thread = threadIdx.x % kTeam, lane = thread % 32;
-  const int team = query ? 2 : 3;  // its barrier
+  const int team = query ? 2 : 3, part = query ? 0 : 1;  // its barrier; its half
   const unsigned state = memory.at(query ? Memory::kState : Memory::kStateAdjoint),
                  state_here = query ? memory.state_here() : memory.adjoint_here(),
+                 state_free = query ? memory.state_free() : memory.adjoint_free(),
                  adjoint_m = memory.at(Memory::kAdjointM);
-  float* bias = reinterpret_cast<float*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
-  const bf16* states = query ? in.states : in.adjoints;
-  const auto ask = [&](int h) {
+  unsigned* bias =
+      reinterpret_cast<unsigned*>(memory.base + Memory::kBias) + (query ? 0 : 4 * C::kRank * Memory::kBiasPitch);
+  const bf16* states = (query ? in.states : in.adjoints) + place.state(place.head);
+  const int states_apart = place.chunks * (C::kN * C::kP);
+  bf16* record = place.record(in, place.head) + (query ? C::kQBiasAt : C::kKBiasAt);
+  const auto ask = [&](bool more) {
     barrier_expect(state_here, 2 * kPanel);
-    copy_line_in(state, states + place.state(h), 2 * kPanel, state_here);
-    if (h + 1 < place.head + place.heads) want(states + place.state(h + 1), 2 * kPanel);
+    copy_line_in(state, states, 2 * kPanel, state_here);
+    if (more) want(states + states_apart, 2 * kPanel);
   };
-  if (thread == 0 && place.heads > 0) ask(place.head);
+  if (thread == 0 && place.heads > 0) ask(place.heads > 1);
   float group[64] = {};
 #pragma unroll 1
   for (int i = 0; i < place.heads; ++i) {
@@ -1171,27 +1216,29 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), k = q + Memory::kK - Memory::kQ,
                    v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
     barrier_wait(memory.full(buffer), i / 2 & 1);
-    if (query) {
-      make_products<C>(in, place, memory, i);
-    } else {
-      make_values<C>(in, place, memory, i);
-    }
-    barrier_wait(state_here, i & 1);
+    make_products<C>(in, place, memory, i, part);
+    barrier_wait(memory.state_here(), i & 1);
+    barrier_wait(memory.adjoint_here(), i & 1);
     float d[64];
     wgmma_fence();
     multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
     wgmma_commit();
+    // <T, s> and dO . V in half of the columns.
+    float dots[2] = {
+        dots_of_tiles<4>(memory.at(Memory::kState) + part * kPanel, memory.at(Memory::kStateAdjoint) + part * kPanel, 0)
+            .own(),
+        C::kSkip ? dots_of_tiles<2>(adjoint, v, 2 * part).own() : 0.0f};
+    share_sums<2, 16, 16>(dots);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
+    if (lane % 16 == 0) memory.sums(buffer, kCarried)[lane / 2 + 4 * part + thread / 32] = dots[0];
+    fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
+    __syncwarp();
     wgmma_wait<0>();
     pin(d);
-    if (query) {
-      if (lane == 0) barrier_arrive(memory.state_free());
-    } else {
-      fence_async_proxy();  // what was read of the adjoint, ahead of the copy that replaces it
-      named_barrier(3, kTeam);
-      if (thread == 0 && i + 1 < place.heads) ask(h + 1);
-      __syncwarp();
-    }
+    if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
     scale_rows(d, memory.rows(buffer, query ? kIn : kOut));
+    barrier_wait(memory.products_here(), i & 1);
     wgmma_fence();
     if (query) {
       multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
@@ -1201,31 +1248,37 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    if (!query) {
-      if (lane == 0) barrier_arrive(memory.products_free());
-      if constexpr (C::kFinal) add_final_key<C>(d, in, place, h);
+    if (lane == 0) barrier_arrive(memory.products_free());
+    if constexpr (C::kFinal) {
+      if (!query) add_final_key<C>(d, in, place, h);
     }
     float turn[C::kPairs / 2];
     turn_back<C>(d, group, turn, query ? q : k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
                  bias);
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.empty(buffer));
-    if (query) {
-      if (i > 0) barrier_wait(memory.phases_free(), (i - 1) & 1);
+    const int pair = 5 + thread / 32;  // the barrier of two warps
+    if constexpr (Memory::kTurnsApart) {
+      OwnTurns<C>().template store<false>(memory, Memory::kPhases + part * Memory::kTurned, turn);
     } else {
-      barrier_wait(memory.phases_here(), i & 1);
+      if (query) OwnTurns<C>().template store<false>(memory, Memory::kPhases, turn);
+      named_barrier(pair, 64);
+      if (!query) OwnTurns<C>().template store<true>(memory, Memory::kPhases, turn);
     }
-    OwnTurns<C>().store(memory, turn, !query);
-    __syncwarp();
-    if (!query) store_turns<C>(in, place, memory, h);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(query ? memory.phases_here() : memory.phases_free());
+    named_barrier(pair, 64);
+    store_turns<C>(in, place, memory, h, part);
     named_barrier(team, kTeam);  // sums of biases are those of all warps
-    bf16* record = place.record(in, h);
-    sum_of_warps<C, C::kN, Memory::kBiasPitch>(bias, record + (query ? C::kQBiasAt : C::kKBiasAt));
-    if (query && thread == 0 && i + 1 < place.heads) {
-      barrier_wait(memory.state_free(), i & 1);
-      ask(h + 1);
+    sum_of_warps<C>(bias, record);
+    states += states_apart, record += C::kRecord;
+    if constexpr (C::kWeighted) {
+      barrier_wait(memory.values_here(), i & 1);
+      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer, part);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.values_free());
+    }
+    if (thread == 0 && i + 1 < place.heads) {
+      barrier_wait(state_free, i & 1);
+      ask(i + 2 < place.heads);
     }
     __syncwarp();
   }
@@ -1257,12 +1310,12 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     }
     barrier_init(memory.state_here(), 1);
     barrier_init(memory.adjoint_here(), 1);
-    barrier_init(memory.products_here(), 1);
-    barrier_init(memory.outputs_done(), 4);
+    barrier_init(memory.products_here(), 8);
     barrier_init(memory.state_free(), 12);
-    barrier_init(memory.products_free(), 4);
-    barrier_init(memory.phases_here(), 4);
-    barrier_init(memory.phases_free(), 4);
+    barrier_init(memory.adjoint_free(), 12);
+    barrier_init(memory.products_free(), 12);
+    barrier_init(memory.values_here(), 4);
+    barrier_init(memory.values_free(), 8);
     fence_barrier_init();
   }
   let_next_kernel_start();
