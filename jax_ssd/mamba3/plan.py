@@ -114,7 +114,7 @@ def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
     tokens = _tokens(p, rows)
     if set(archs) == {"sm_90"} and _fits_pipeline(p):
         segments, pieces = _pipeline_segments(p, tokens)
-        return Tiles(rows, tokens, segments, 1, 5 if p.rank == 1 else 4, True, pieces)
+        return Tiles(rows, tokens, segments, 1, _teams(p), True, pieces)
     light = p.dtype == "bfloat16" and p.state <= 128 and p.head_dim <= 64  # 168 registers are enough
     teams = 1 if light or p.head_dim <= 32 else 2
     blocks = 3 if light and 3 * (forward_memory(p, rows, tokens) + BLOCK_BYTES) <= most + BLOCK_BYTES else 2 // teams
@@ -132,8 +132,13 @@ def _fits_pipeline(problem: Problem) -> bool:
         and 32 < p.head_dim <= 64
         and tokens * p.rank == PIPELINE_ROWS
         and p.rank <= PIPELINE_RANK
-        and pipeline_memory(p, tokens, False) <= MAX_SHARED_MEMORY["sm_90"]
+        and pipeline_memory(p, tokens, _teams(p), False) <= MAX_SHARED_MEMORY["sm_90"]
     )
+
+
+def _teams(problem: Problem) -> int:
+    """Warpgroups of a block of the pipeline."""
+    return 5 if problem.rank == 1 else 4
 
 
 def _pipeline_segments(problem: Problem, tokens: int) -> tuple[int, int]:
@@ -198,16 +203,19 @@ def forward_memory(problem: Problem, rows: int, tokens: int) -> int:
     return 2 * _matrix(p, rows, state) + _matrix(p, rows, columns) + states + rest
 
 
-def pipeline_memory(problem: Problem, tokens: int, ends: bool) -> int:
-    """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there."""
+def pipeline_memory(problem: Problem, tokens: int, teams: int, ends: bool) -> int:
+    """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there. Five teams have copies of the state in it."""
     p = problem
     rows, values = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64)
     table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
     parameters = p.rank * p.head_dim + 64
     norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
-    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens] * 4)
-    tiles = 2 * (rows + values) + (0 if ends else 2 * (2 * rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS))
-    return tiles + sum(_up(4 * count, 16) for count in words)
+    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens + 1] * 4)
+    tiles = 2 * (rows + values)
+    if not ends:
+        tiles += 2 * (rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS)
+        tiles += 2 * _matrix(p, 64, p.state) if teams == 5 else 0
+    return tiles + sum(_up(4 * count, 16) for count in words) + 16
 
 
 class _Forward:
@@ -284,7 +292,9 @@ class _Forward:
         kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
         numbers = (p.seq, self.segments, self.segment_tokens, self.pieces, self.piece_tokens, p.sequences)
         arguments = self.arguments(FORWARD_NAMES, numbers, ScalarArg(p.norm_eps, "float32"))
-        return Launch(kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, ends))
+        return Launch(
+            kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, teams, ends)
+        )
 
     def sizes(self) -> str:
         """The C++ type of the same name."""

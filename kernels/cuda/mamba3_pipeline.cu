@@ -1,16 +1,17 @@
 // The scan of Mamba-3 forward, in bfloat16, for the warpgroup products of sm_90. The mathematics is that of
 // mamba3_forward.cu. A block of four or five warpgroups walks the chunks of a head and works on neighbouring chunks at
 // the same time:
-//   warpgroup 0      multiplies the chunk's queries with keys and state, then weighted scores with values, transposed:
-//                    rows are columns of the head; gates and folds the output
-//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K; makes rotations of the second
-//                    next chunk
+//   warpgroup 0      multiplies queries with keys and weighs these scores
+//   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K
 //   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; make the schedule of the second next
 //                    chunk
-//   warpgroup 4      makes rotations with 1
-// All meet once per chunk, at a barrier. What one hands to another lies in shared memory twice, schedules four times.
-// Loops stay rolled where they can: a program for each warpgroup, all unrolled, waited for instructions half of the
-// time. To the ends of segments the same block walks without queries and output.
+// The output is queries multiplied with the state, then values with weighted scores, transposed: rows are columns of
+// the head; it is gated and folded. Of four warpgroups 1 makes it, for it has the state in registers, and 0 makes
+// rotations of the second next chunk. Of five 0 makes it, from a copy of the state, and 1 and 4 make rotations.
+// All meet once per chunk, at a barrier; who makes the output waits for scores as well. What one hands to another in
+// the next turn lies in shared memory twice, schedules four times. Shared memory is busiest. Loops stay rolled where
+// they can: a program for each warpgroup, all unrolled, waited for instructions half of the time. To the ends of
+// segments the same block walks without queries and output.
 //
 // Keys and queries are not looked at whether they are finite: weights that are zero for later tokens' keys are zeros
 // whatever the scores are, so that a NaN reaches its own token and, through the state, those after it.
@@ -31,12 +32,6 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
   return (descriptor & 0xffffffff00000000ull) | low;
 }
 
-// A descriptor in registers that the warp has in common, where products want it: what is added to it stays there, while
-// one of a thread's own registers is moved there word by word for each product.
-__device__ __forceinline__ unsigned long long common(unsigned long long descriptor) {
-  return descriptor & 0xffffffff00000000ull | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
-}
-
 // Sizes, and where things lie in shared memory; plan.py has the same figures.
 template <class S_, int Tokens, int Groups, class O_, bool Ends>
 struct PipelineShape {
@@ -46,9 +41,13 @@ struct PipelineShape {
   static constexpr int kTokens = Tokens, kRows = 64, kColumns = 64;
   static constexpr int kThreads = 128 * Groups, kStagers = 256;
   static_assert(Groups == 4 || (Groups == 5 && !Ends), "warpgroups");
+  // Does warpgroup 1 make the output, from the state in its registers?
+  static constexpr bool kHeldState = Groups == 4;
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
   static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
-  static __device__ constexpr bool rotates(int group) { return group == 1 || group == 4 || (group == 0 && Ends); }
+  static __device__ constexpr bool rotates(int group) {
+    return group == 4 || (group == 0 && kHeldState) || (group == 1 && (!kHeldState || Ends));
+  }
   static constexpr int kSpans = Tokens < 64 ? Tokens / 4 : 16,
                        kLeastParts = kSpans > kRotators / 32 ? kSpans : kRotators / 32;
   static constexpr int kParts = kLeastParts < Tokens ? kLeastParts : Tokens;                   // see `PhaseWalk`
@@ -59,7 +58,7 @@ struct PipelineShape {
   using Values = Matrix<__nv_bfloat16, kRows, kColumns>;
   using Scores = Matrix<__nv_bfloat16, kRows, kRows>;
   // Keys, and below them the state that goes with them.
-  using Keys = Matrix<__nv_bfloat16, kRows + (Ends ? 0 : kColumns), S::kState>;
+  using Keys = Matrix<__nv_bfloat16, kRows + (Ends || kHeldState ? 0 : kColumns), S::kState>;
   using Table = Rotations<S, kTokens>;
   using Weights = Schedule<kTokens>;
   using Given = GivenSchedule<kTokens>;
@@ -73,7 +72,8 @@ struct PipelineShape {
                        kWeightsAt = kNormsAt + kNorms, kGivenAt = kWeightsAt + 4 * kWeights,
                        kValueWeightsAt = kGivenAt + 2 * kGiven,
                        kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4 + 256, 16),
-                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBytes = kBadAt + 4 * padded(kTokens * 4, 16);
+                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBad = padded(4 * (kTokens + 1), 16),
+                       kScoresHereAt = kBadAt + 4 * kBad, kBytes = kScoresHereAt + 16;
   static_assert(S::kState % 64 == 0 && S::kHeadDim <= kColumns && kTokens * S::kRank == kRows, "whole tiles");
 };
 
@@ -108,6 +108,8 @@ struct Pipeline {
   __device__ __forceinline__ typename H::Values kept_values(int turn) const {
     return ring<typename H::Values>(H::kKeptAt, turn);
   }
+  // Weighted.
+  __device__ __forceinline__ typename H::Scores scores() const { return typename H::Scores(memory + H::kScoresAt); }
   __device__ __forceinline__ typename H::Table table(int turn) const {
     return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
   }
@@ -117,12 +119,15 @@ struct Pipeline {
   __device__ __forceinline__ typename H::Given& given(int turn) const {
     return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 2 * H::kGiven);
   }
+  // Which tokens of a chunk have rotations that are not finite, and whether any has.
   __device__ __forceinline__ int* bad(int turn) const {
-    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * padded(kTokens * 4, 16));
+    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * H::kBad);
   }
   __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
   // What values are multiplied by, [rank][head_dim].
   __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
+  // The barrier at which scores of a turn are there, a warp's at a time.
+  __device__ __forceinline__ unsigned scores_here() const { return shared_address(memory + H::kScoresHereAt); }
   // Parts of sums of squares, [warp][row].
   __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
 
@@ -149,23 +154,17 @@ struct Pipeline {
     return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
   }
 
-  // Ends a turn. found: a number was not finite, so the marked tokens' weights become NaN, and all of the state after
-  // them. lose: what else then is to be done.
-  template <class Lose>
-  __device__ __forceinline__ void pass(bool found, int turn, Lose lose) const {
-    if (__syncthreads_or(found)) {
-      for (int which = turn + 1; which <= turn + 2; ++which) {
-        const int c = threadIdx.x;
-        if (c < kTokens && bad(which)[c]) {
-          typename H::Weights& w = weights(which);
-          w.gamma[c] = w.f[c] = w.kept[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
-          bad(which)[c] = 0;
-        }
-      }
-      __syncthreads();
-      lose();
-      __syncthreads();
-    }
+  // A descriptor in registers that the warp has in common, where products want it: what is added to it stays there,
+  // while one of a thread's own registers is moved there word by word for each product, and so are constants: hence the
+  // sign of a length, which is zero.
+  __device__ __forceinline__ unsigned long long common(unsigned long long descriptor) const {
+    const unsigned high = static_cast<unsigned>(descriptor >> 32) + (static_cast<unsigned>(seq) >> 31);
+    return static_cast<unsigned long long>(high) << 32 | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
+  }
+
+  // A token with a number that is not finite: its weights become NaN, and all of the state after it.
+  __device__ __forceinline__ void spoil(typename H::Weights& w, int c) const {
+    w.gamma[c] = w.f[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
   }
 
   // ---- rotations, by the warpgroups that PipelineShape says ----
@@ -182,9 +181,9 @@ struct Pipeline {
   }
 
   // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
-  // sequence, first writes its final angles. Whether a number was found that is not finite.
+  // sequence, first writes its final angles.
   template <class All>
-  __device__ __forceinline__ bool make_rotations(Walk& walk, const All& all) const {
+  __device__ __forceinline__ void make_rotations(Walk& walk, const All& all) const {
     const int turn = all.turn;
     const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
     bool found = false;
@@ -204,18 +203,27 @@ struct Pipeline {
     } else if (later.count > 0) {
       walk.load(later.count);
     }
-    return found;
-  }
-
-  __device__ __forceinline__ void lose(const Walk& walk, const Chunk& chunk) const {
-    if (chunk.count > 0) walk.lose(angles_of(chunk.t), in.dt + schedule(chunk.t), chunk.count, lost());
+    if (__any_sync(~0u, found)) {
+      bad(turn + 2)[kTokens] = 1;
+      walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
+    }
   }
 
   __device__ __forceinline__ void write_end(const Walk& walk) const {
     walk.write_phases(phases + 2 * (head() * pieces + place.segment) * S::kPairs, lost());
   }
 
-  // ---- warpgroup 0 ----
+  // The schedule of the second next chunk, by a warp.
+  template <class All>
+  __device__ __forceinline__ void make_weights(const All& all) const {
+    const Chunk after = all.after();
+    if (after.count > 0) {
+      const bool more = after.t + after.count < after.end;
+      make_schedule<false>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
+    }
+  }
+
+  // ---- scores and the output ----
 
   // Divides columns, outputs of a token and rank, by their root mean square. Four threads have two columns each, of the
   // other rows of 16 their neighbours and of the others other warps.
@@ -250,8 +258,8 @@ struct Pipeline {
     }
   }
 
-  // Scores, queries in rows, then, transposed, the part of the output that comes from the state.
-  __device__ __forceinline__ void start_products(float (&m)[32], float (&o)[32], int turn) const {
+  // Scores, queries in rows.
+  __device__ __forceinline__ void start_scores(float (&m)[32], int turn) const {
     const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
     wgmma_fence();
 #pragma unroll
@@ -260,6 +268,12 @@ struct Pipeline {
                                moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2), n > 0);
     }
     wgmma_commit();
+  }
+
+  // Transposed, the part of the output that comes from the state, which lies below the keys.
+  __device__ __forceinline__ void start_output(float (&o)[32], int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base)), k_rows = common(row_descriptor(keys(turn).base));
+    wgmma_fence();
 #pragma unroll
     for (int n = 0; n < S::kState; n += 16) {
       Wgmma<Value, 64>::shared(o, moved(k_rows, n / 64 * H::Keys::kPanelBytes + n % 64 * 2 + H::kRows * 128),
@@ -267,15 +281,25 @@ struct Pipeline {
     }
     wgmma_commit();
   }
+  // The same from the state in accumulators, rounded to an operand.
+  __device__ __forceinline__ void start_output(float (&o)[32], const unsigned (&words)[H::kSizeState / 8][4],
+                                               int turn) const {
+    const auto q_rows = common(row_descriptor(queries(turn).base));
+#pragma unroll
+    for (int n = 0; n < S::kState; n += 16) {
+      Wgmma<Value, 64>::registers(o, words[n / 16], moved(q_rows, n / 64 * H::Queries::kPanelBytes + n % 64 * 2),
+                                  n > 0);
+    }
+    wgmma_commit();
+  }
 
-  // Values with weighted scores, which go through shared memory, and the state's part decayed.
-  __device__ __forceinline__ void finish_products(float (&m)[32], float (&o)[32], int turn, float skip) const {
-    using Order = RowOrder<S::kRank>;
+  // Scores weighted, to shared memory. Pending: products after them.
+  template <int Pending>
+  __device__ __forceinline__ void finish_scores(float (&m)[32], int turn, float skip) const {
     const int thread = threadIdx.x % 128;
-    const typename H::Scores scores(memory + H::kScoresAt);
-    const unsigned base = scores.address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
+    const unsigned base = scores().address(thread / 32 * 16 + thread % 16, thread % 32 / 16 * 8);
     unsigned words[16];
-    wgmma_wait<1>();
+    wgmma_wait<Pending>();
     pin(m);
     weigh_scores<S::kRank>(words, m, weights(turn), O::kSkip ? skip : 0.0f);
 #pragma unroll
@@ -284,54 +308,71 @@ struct Pipeline {
       store_tiles(base ^ i * 8, tiles);
     }
     fence_async_proxy();
-    named_barrier(2, 128);
-    float decays_of[Order::kOwn], next = 0.0f;
+  }
+
+  __device__ __forceinline__ OutputStage<H> output_stage(Value* y, const float* mimo_o, const float* mimo_z,
+                                                         const float* norm_weight) const {
+    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
+    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
+    return {in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim, mimo_o + ranked,
+            mimo_z + ranked, norm_weight + row * S::kHeadDim};
+  }
+
+  // The state's part decayed, and values with weighted scores; the output. All products have ended then.
+  __device__ __forceinline__ void finish_output(OutputStage<H>& output, float (&o)[32], const Chunk& now,
+                                                const Chunk& next, int turn, float norm_eps) const {
+    using Order = RowOrder<S::kRank>;
+    float decays_of[Order::kOwn], by[32], following = 0.0f;
 #pragma unroll
-    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, next);
-    wgmma_wait<0>();
+    for (int i = 0; i < Order::kOwn; ++i) decays_of[i] = Order::load_own(i, weights(turn).from_start, following);
+    wgmma_wait<H::kHeldState ? 1 : 0>();
     pin(o);
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] *= decays_of[(i / 4 * 2 + i % 2) / Order::kTogether];
     pin(o);
     const auto v_columns = common(column_descriptor(values(turn).base, 0)),
-               m_rows = common(row_descriptor(scores.base));
+               m_rows = common(row_descriptor(scores().base));
+    if constexpr (H::kHeldState) barrier_wait(scores_here(), turn % 2);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Wgmma<Value, 64>::template shared<true, false>(o, moved(v_columns, i * 2048), moved(m_rows, i * 32), true);
     }
     wgmma_commit();
+    output.make_gates(by);  // while the last product runs
+    if (next.count > 0) output.load(next.count);
+    wgmma_wait<0>();
+    pin(o);
+    if constexpr (O::kNorm) normalize(o, norm_eps);
+    if (now.count > 0) output.store(now.count, o, by);
   }
 
-  __device__ __forceinline__ void make_output(Value* y, const float* mimo_o, const float* mimo_z,
+  // ---- warpgroup 0 ----
+
+  __device__ __forceinline__ void make_scores(Value* y, const float* mimo_o, const float* mimo_z,
                                               const float* norm_weight, float skip, float norm_eps) const {
-    const long long row = parameter_row(), ranked = row * (S::kRank * S::kHeadDim);
-    const long long ranks = OutputStage<H>::kKeeps ? S::kRank : 1;
-    OutputStage<H> output(in.z + values_of(start), y + (token(start) * ranks * S::kHeads + place.head) * S::kHeadDim,
-                          mimo_o + ranked, mimo_z + ranked, norm_weight + row * S::kHeadDim);
+    OutputStage<H> output = output_stage(y, mimo_o, mimo_z, norm_weight);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(0)) begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now();
-      float m[32], o[32];
-      if constexpr (!H::kEnds) start_products(m, o, turn);  // products of no chunk are harmless
-      bool found = false;
-      if constexpr (H::rotates(0)) found = make_rotations(walk, all);
       if constexpr (!H::kEnds) {
-        float by[32];
-        finish_products(m, o, turn, skip);
-        output.make_gates(by);  // while the last product runs
-        if (next.count > 0) output.load(next.count);
-        wgmma_wait<0>();
-        pin(o);
-        if constexpr (O::kNorm) normalize(o, norm_eps);
-        if (now.count > 0) output.store(now.count, o, by);
+        float m[32], o[32];
+        start_scores(m, turn);  // products of no chunk are harmless
+        if constexpr (!H::kHeldState) start_output(o, turn);
+        finish_scores<H::kHeldState ? 0 : 1>(m, turn, skip);
+        if constexpr (H::kHeldState) {
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) barrier_arrive(scores_here());
+          bring(all.later());
+        } else {
+          named_barrier(2, 128);
+          finish_output(output, o, all.now(), all.next(), turn, norm_eps);
+        }
       }
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(0)) lose(walk, after);
-      });
+      if constexpr (H::rotates(0)) make_rotations(walk, all);
+      __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(0)) write_end(walk);
   }
@@ -356,19 +397,6 @@ struct Pipeline {
     }
   }
 
-  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
-    const unsigned base =
-        to.address(H::kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; i += 8) {
-      unsigned words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
-      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
-    }
-    fence_async_proxy();
-  }
-
   // Brings keys, queries and values of a chunk, whose rows are loaded at the end of the next turn, to the L2 cache:
   // those who stage wait for them as soon as a turn begins.
   __device__ __forceinline__ void bring(const Chunk& chunk) const {
@@ -382,21 +410,44 @@ struct Pipeline {
     if (thread < chunk.count) prefetch(in.v + values_of(chunk.t) + thread * kValue);
   }
 
-  __device__ __forceinline__ void walk_state() const {
+  __device__ __forceinline__ void store_state(const float (&s)[H::kSizeState], const typename H::Keys& to) const {
+    const unsigned base =
+        to.address(H::kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16 * 8);
+#pragma unroll
+    for (int i = 0; i < H::kSizeState; i += 8) {
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = bfloat16_pair(s[i + 2 * j], s[i + 2 * j + 1]);
+      store_tiles((base ^ i * 2 % 64 * 2) + i * 2 / 64 * H::Keys::kPanelBytes, words);
+    }
+    fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void walk_state(Value* y, const float* mimo_o, const float* mimo_z,
+                                             const float* norm_weight, float norm_eps) const {
+    constexpr bool kOutput = H::kHeldState && !H::kEnds;
     float s[H::kSizeState];
 #pragma unroll
     for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
     if constexpr (!H::kEnds) {
       if (start != place.first) sum_segments(s);
     }
+    OutputStage<H> output = output_stage(y, mimo_o, mimo_z, norm_weight);
     Walk walk(angles_of(start));
     if constexpr (H::rotates(1)) begin(walk);
     double decay = 0.0;
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next(), now = all.now();
-      bring(all.later());
+      const Chunk next = all.next(), now = all.now();
+      if constexpr (!kOutput) bring(all.later());
+      float o[32];
+      unsigned words[H::kSizeState / 8][4];
+      if constexpr (kOutput) {
+#pragma unroll
+        for (int i = 0; i < H::kSizeState; i += 2) words[i / 8][i / 2 % 4] = bfloat16_pair(s[i], s[i + 1]);
+        pin(words);
+      }
       // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       const float over = w.from_start[kTokens - 1];
@@ -409,16 +460,18 @@ struct Pipeline {
       const auto k_columns = common(column_descriptor(keys(turn).base, H::Keys::kPanelBytes));
       pin(s);
       wgmma_fence();
+      if constexpr (kOutput) start_output(o, words, turn);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Wgmma<Value, H::kHeld>::template shared<true, true>(s, moved(v_columns, i * 2048), moved(k_columns, i * 2048),
                                                             true);
       }
       wgmma_commit();
-      bool found = false;
-      if constexpr (H::rotates(1)) found = make_rotations(walk, all);
+      if constexpr (H::rotates(1)) make_rotations(walk, all);
+      if constexpr (kOutput) finish_output(output, o, now, next, turn, norm_eps);
       wgmma_wait<0>();
       pin(s);
+      if constexpr (kOutput) pin(words);
       if constexpr (H::kEnds) {
         if (now.count > 0 && now.t + now.count == limit) {
           const long long end = head() * pieces + place.segment;
@@ -434,10 +487,8 @@ struct Pipeline {
       if ((O::kPacked || O::kInitialState) && next.begins()) {
         begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
       }
-      if (!H::kEnds && next.count > 0) store_state(s, keys(turn + 1));
-      pass(found, turn, [&] {
-        if constexpr (H::rotates(1)) lose(walk, after);
-      });
+      if (!H::kEnds && !H::kHeldState && next.count > 0) store_state(s, keys(turn + 1));
+      __syncthreads();
     }
     if constexpr (H::kEnds && H::rotates(1)) write_end(walk);
   }
@@ -445,7 +496,7 @@ struct Pipeline {
   // ---- warpgroups 2 and 3 ----
 
   // Of the next chunk, and of the final state.
-  __device__ __forceinline__ bool store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
+  __device__ __forceinline__ void store_values(ValueStage<H>& stage, const Chunk& next, int turn) const {
     if constexpr (O::kFinalState && !H::kEnds) {
       if (next.ends()) {
         for (int p = threadIdx.x % H::kStagers; p < S::kHeadDim; p += H::kStagers) {
@@ -453,7 +504,20 @@ struct Pipeline {
         }
       }
     }
-    return stage.store(values(turn + 1), kept_values(turn + 1), mimo_v(), weights(turn + 1).kept, bad(turn + 1));
+    typename H::Weights& w = weights(turn + 1);
+    stage.store(values(turn + 1), kept_values(turn + 1), w.kept, [&](int c) { spoil(w, c); });
+  }
+
+  // Of tokens whose rotations are not finite, by a warp.
+  __device__ __forceinline__ void spoil_marked(int turn) const {
+    int* marks = bad(turn);
+    if (marks[kTokens] == 0) return;
+    for (int c = threadIdx.x % 32; c < kTokens; c += 32) {
+      if (marks[c]) spoil(weights(turn), c);
+      marks[c] = 0;
+    }
+    __syncwarp();
+    marks[kTokens] = 0;
   }
 
   __device__ __forceinline__ void stage() const {
@@ -461,7 +525,7 @@ struct Pipeline {
     const int thread = threadIdx.x % 128;
     RowStage<H> rows((stages_keys ? in.k_bias : in.q_bias) + parameter_row() * (S::kRank * S::kState),
                      rows_of(stages_keys ? in.k : in.q, start));
-    ValueStage<H> value_stage(in.v + values_of(start));
+    ValueStage<H> value_stage(in.v + values_of(start), in.mimo_v + parameter_row() * (S::kRank * S::kHeadDim));
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
@@ -470,26 +534,23 @@ struct Pipeline {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
-      bool found = false;
+      if (next.count > 0) store_values(value_stage, next, turn);
+      if (second && thread < 32) spoil_marked(turn + 1);
       if (next.count > 0) {
         const bool ends = O::kFinalState && !H::kEnds && next.ends();
-        found = store_values(value_stage, next, turn);
         rows.store(stages_keys ? keys(turn + 1).base : queries(turn + 1).base,
                    stages_keys ? H::Keys::kPanelBytes : H::Queries::kPanelBytes, table(turn + 1),
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      if (second && thread < 32 && after.count > 0) {
-        const bool more = after.t + after.count < after.end;
-        make_schedule<false>(weights(turn + 2), given(turn + 2), after.count, more);
-      }
+      if (!second && thread < 32) make_weights(all);
       if (second) wait_for_copies();
       fence_async_proxy();
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
         value_stage.load(after.count);
         rows.begin(after.count);
       }
-      pass(found, turn, [] {});
+      __syncthreads();
     }
   }
 
@@ -500,8 +561,8 @@ struct Pipeline {
     begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
-      const Chunk after = all.after();
-      pass(make_rotations(walk, all), all.turn, [&] { lose(walk, after); });
+      make_rotations(walk, all);
+      __syncthreads();
     }
   }
 };
@@ -555,21 +616,28 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   if constexpr (O::kPacked && O::kFinalState && !Ends) {
     if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
   }
+  if (threadIdx.x == 0) {
+    barrier_init(block.scores_here(), 4);
+    fence_barrier_init();
+  }
   for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
   if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[Tokens - 1] = 1.0f;  // before the first chunk
 
-  // Of five warpgroups with 96 registers a thread, those with accumulators take some of the others'. The sum must stay,
-  // or the block would wait for more forever.
+  // Those with accumulators take some of the others' registers. The sum must not grow, of four warpgroups with 128 a
+  // thread or five with 96, or the block would wait for more forever.
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     if constexpr (Groups == 5) take_registers<128>();
+    if constexpr (Groups == 4 && !Ends) give_registers<96>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
-    block.make_output(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
+    block.make_scores(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
-    block.walk_state();
+    if constexpr (Groups == 4 && !Ends) take_registers<176>();
+    block.walk_state(y, mimo_o, mimo_z, norm_weight, norm_eps);
   } else if (role < 4) {
     if constexpr (Groups == 5) give_registers<88>();
+    if constexpr (Groups == 4 && !Ends) give_registers<120>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {

@@ -56,12 +56,18 @@ __device__ __forceinline__ void weigh_scores(unsigned (&words)[16], float (&m)[3
   for (int i = 0; i < Order::kOwn; ++i) {
     const int early = Order::own_token(i);
     const float early_sum = Order::load_own(i, weights.sum, next_sum), f = Order::load_own(i, weights.f, next_f);
+    float by[kLate];
+#pragma unroll
+    for (int late = 0; late < kLate; ++late) {
+      // Can the tokens be the same?
+      const bool meets = Rank >= 4 || i * Order::kTogether / 2 % 2 == late;
+      const bool same = meets && Order::token(row + 8 * late) == early;
+      by[late] = same ? gamma[late] : exp2_fast(sum[late] - early_sum) * f;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int late = kLate == 1 ? 0 : half, token = Order::token(row + 8 * late);
-      // Can the tokens be the same?
-      const bool meets = Rank >= 4 || i * Order::kTogether / 2 % 2 == half;
-      const float weight = meets && token == early ? gamma[late] : exp2_fast(sum[late] - early_sum) * f;
+      const float weight = by[late];
 #pragma unroll
       for (int column = i * Order::kTogether; column < (i + 1) * Order::kTogether; ++column) {
         const int j = column / 2, b = column % 2;

@@ -6,29 +6,31 @@
 
 namespace jax_ssd {
 
-// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of rows that are kApart from each
-// other and have the same rank, so that biases stay in its registers. Eight lanes have a row. Rows are loaded a turn
-// ahead, all of them or the first kAhead; then, as soon as two are staged, those two rounds further.
+// What a thread stages of keys or queries: a unit (see `Unit`) and those 8 further, of two rows at a time: neighbours,
+// which are two ranks of a token and share its rotations, or, of rank 1, rows that are kApart from each other. The next
+// two are kApart further and have the same ranks, so that biases stay in registers. Eight lanes have a row. Rows are
+// loaded a turn ahead, all of them or the first kAhead; then, as soon as two are staged, those two rounds further.
 template <class H>
 struct RowStage {
   using S = typename H::S;
   // To the ends of segments all stagers have keys; else half of them have queries.
   static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2;
-  static constexpr int kApart = kThreads / 8, kOwn = H::kRows / kApart;
+  static constexpr int kRanks = S::kRank > 1 ? 2 : 1;  // of a token that a thread has
+  static constexpr int kApart = kThreads / 8 * kRanks, kOwn = H::kRows / kApart * kRanks;
   static constexpr int kAhead = H::kAhead < kOwn ? H::kAhead : kOwn;
   static constexpr int kUnits = S::kState / 64, kRow = S::kGroups * S::kState;
   // A unit's columns: all are neighbours, or two halves are.
   static constexpr int kParts = S::kHalf ? 2 : 1, kWidth = 8 / kParts;
-  Unit<S> bias[kUnits];
+  Unit<S> bias[kRanks][kUnits];
   unsigned identity;
   unsigned raw[kAhead][kUnits][4];
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
 
-  static __device__ __forceinline__ int first_row() { return thread_here() % kThreads / 8; }
-  static __device__ __forceinline__ int rank() { return RowOrder<S::kRank>::rank(first_row()); }
+  static __device__ __forceinline__ int first_row() { return thread_here() % kThreads / 8 * kRanks; }
   // Of the thread's row i.
+  static __device__ __forceinline__ int rank(int i) { return RowOrder<S::kRank>::rank(first_row()) + i % kRanks; }
   static __device__ __forceinline__ int token(int i) {
-    return RowOrder<S::kRank>::token(first_row()) + i * (kApart / S::kRank);
+    return RowOrder<S::kRank>::token(first_row()) + i / kRanks * (kApart / S::kRank);
   }
   static __device__ __forceinline__ int lane() { return thread_here() % 8; }
   // Of a part of a thread's unit i, counted from that of its unit 0, which is at kWidth times its lane.
@@ -38,7 +40,9 @@ struct RowStage {
   __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows)
       : identity(identity_tile()), from(rows + lane() * kWidth) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) bias[i] = Unit<S>(biases + rank() * S::kState, lane() + 8 * i);
+    for (int i = 0; i < kRanks * kUnits; ++i) {
+      bias[i / kUnits][i % kUnits] = Unit<S>(biases + rank(i / kUnits) * S::kState, lane() + i % kUnits * 8);
+    }
   }
 
   // The first rows of a chunk of `count` tokens, the next one that is stored.
@@ -55,12 +59,14 @@ struct RowStage {
 #pragma unroll(kAhead == kOwn ? kOwn / 2 : 1)
     for (int round = 0; round < kOwn / 2; ++round) {
       const auto token_of = [&](int j) { return token(2 * round + j); };
-      float sine[2][kUnits][4], cosine[2][kUnits][4];  // loaded before anything is stored, which would be waited for
+      constexpr int kTokens = 2 / kRanks;
+      float sine[kTokens][kUnits][4],
+          cosine[kTokens][kUnits][4];  // before anything is stored, which would be waited for
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+      for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-          const int unit = lane() + 8 * i, at = H::Table::place(token_of(j), 4 * unit);
+          const int unit = lane() + 8 * i, at = H::Table::place(token_of(j * kRanks), 4 * unit);
           if (4 * unit >= S::kPairs) continue;
           load_values(sine[j][i], table.sine + at);
           load_values(cosine[j][i], table.cosine + at);
@@ -75,13 +81,14 @@ struct RowStage {
           Unit<S> x;
 #pragma unroll
           for (int e = 0; e < 8; e += 4)
-            add_pairs(x.v + e, raw[kAhead == kOwn ? own : j][i] + e / 2, identity, bias[i].v + e);
-          if (4 * unit < S::kPairs) x.rotate_by(sine[j][i], cosine[j][i]);
-          if (token_of(j) == last) x.write(last_key + rank() * S::kState, unit);
+            add_pairs(x.v + e, raw[kAhead == kOwn ? own : j][i] + e / 2, identity, bias[own % kRanks][i].v + e);
+          if (4 * unit < S::kPairs) x.rotate_by(sine[j / kRanks][i], cosine[j / kRanks][i]);
+          if (token_of(j) == last) x.write(last_key + rank(own) * S::kState, unit);
           unsigned words[4];
 #pragma unroll
           for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-          write(base + own * kApart * 128, panel, i, words);
+          // Of a neighbour below an even row the order of pieces differs in one bit.
+          write((base + own / kRanks * kApart * 128 + own % kRanks * 128) ^ own % kRanks * 16, panel, i, words);
         }
         if (kAhead < kOwn && own + kAhead < kOwn) load(j, own + kAhead, count);
       }
@@ -92,7 +99,7 @@ struct RowStage {
  private:
   // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
   __device__ __forceinline__ void load(int to, int own, int count) {
-    const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(), count * S::kRank - 1) * kRow;
+    const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(own), count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (S::kHalf) {
@@ -130,6 +137,7 @@ struct ValueStage {
   static constexpr int kApart = H::kStagers / 8, kOwn = H::kRows / kApart;
   static_assert(kOwn % 2 == 0 && kApart % S::kRank == 0, "pairs of rows, of one rank");
   uint4 raw[kOwn];
+  float weights[8] = {};
   const __nv_bfloat16* from;  // of the next chunk
 
   static __device__ __forceinline__ int first_row() { return threadIdx.x % H::kStagers / 8; }
@@ -140,9 +148,11 @@ struct ValueStage {
   }
   static __device__ __forceinline__ int column() { return threadIdx.x % 8 * 8; }
 
-  // v: at the first token and the head.
-  __device__ __forceinline__ explicit ValueStage(const __nv_bfloat16* v)
-      : from(v + token(0) * (S::kHeads * S::kHeadDim) + column()) {}
+  // v: at the first token and the head. mimo_v: [rank][head_dim] of the head.
+  __device__ __forceinline__ ValueStage(const __nv_bfloat16* v, const float* mimo_v)
+      : from(v + token(0) * (S::kHeads * S::kHeadDim) + column()) {
+    if (kWeighted && column() < S::kHeadDim) load_values(weights, mimo_v + rank() * S::kHeadDim + column());
+  }
 
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
@@ -155,15 +165,13 @@ struct ValueStage {
     }
     from += (long long)count * (S::kHeads * S::kHeadDim);
   }
-  // Values, and what the state after the chunk keeps of them: `kept` of their tokens. mimo_v: [rank][head_dim]. Values
-  // that are not finite become zero, and mark their token in `bad`; then the result is true.
-  __device__ __forceinline__ bool store(const typename H::Values& values, const typename H::Values& kept_values,
-                                        const float* mimo_v, const float* kept, int* bad) {
+  // Values, and what the state after the chunk keeps of them: `kept` of their tokens. Values that are not finite become
+  // zero; then spoil(token) is called.
+  template <class Spoil>
+  __device__ __forceinline__ void store(const typename H::Values& values, const typename H::Values& kept_values,
+                                        const float* kept, Spoil spoil) {
     const unsigned base = values.address(first_row(), column() / 16 * 16) + column() % 16;
     const unsigned apart = kept_values.base - values.base;
-    float weights[8];
-    if constexpr (kWeighted) load_values(weights, mimo_v + rank() * S::kHeadDim + column());
-    bool found = false;
 #pragma unroll 1
     for (int pair = 0; pair < kOwn / 2; ++pair, raw[0] = raw[kOwn - 2], raw[1] = raw[kOwn - 1]) {
 #pragma unroll
@@ -187,8 +195,7 @@ struct ValueStage {
         if ((probe & 0x7fff7fffu) != 0) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) words[e] = kept_words[e] = 0;
-          bad[token(own)] = 1;
-          found = true;
+          spoil(token(own));
         }
         // The next piece's address differs in one bit.
         const unsigned at = base + own * kApart * 128, next = at ^ 16;
@@ -197,7 +204,6 @@ struct ValueStage {
         store_shared(next + apart, kept_words[2], kept_words[3]);
       }
     }
-    return found;
   }
 };
 

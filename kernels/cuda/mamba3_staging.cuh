@@ -138,12 +138,13 @@ __device__ void make_schedule(Schedule<Tokens>& to, const GivenSchedule<Tokens>&
 }
 
 // Sines and cosines of a chunk's phases in shared memory. Four neighbouring pairs are loaded at once; four words more
-// in a row, and in long chunks another order of fours for each eight tokens, let threads that write for different
-// tokens meet less often in a bank.
+// in a row, and another order of fours for each eight tokens in long chunks, of eights for each four in others, let
+// threads that write for different tokens meet less often in a bank.
 template <class S, int Tokens>
 struct Rotations {
   static constexpr int kPadded = padded(S::kPairs, 4), kStride = kPadded + 4;
-  static constexpr int kOrders = Tokens < 64 ? 1 : kPadded % 32 == 0 ? 8 : kPadded % 16 == 0 ? 4 : 1;
+  static constexpr int kLong = Tokens >= 64 ? 2 : 1, kMost = 4 * kLong;
+  static constexpr int kOrders = kPadded % 32 == 0 ? kMost : kPadded % 16 == 0 ? kMost / 2 : 1;
   static constexpr int kBytes = 2 * Tokens * kStride * 4;
   float *sine, *cosine;
 
@@ -151,7 +152,7 @@ struct Rotations {
       : sine(static_cast<float*>(memory)), cosine(static_cast<float*>(memory) + Tokens * kStride) {}
 
   static __device__ __forceinline__ int place(int token, int pair) {
-    return token * kStride + (pair ^ token / 8 % kOrders * 4);
+    return token * kStride + (pair ^ token / (4 * kLong) % kOrders * (8 / kLong));
   }
 
   // Pairs that are there to fill up four do not rotate.
@@ -315,7 +316,9 @@ struct PhaseWalk {
         }
       }
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) steps[i] = turns_of_step(given[i], steps[i]);
+      for (int i = 0; i < kSpan; ++i) {
+        steps[i] = S::kExact ? turns_of_step(given[i], steps[i]) : turns_of_step_fast(given[i], steps[i]);
+      }
       unsigned sums[kSpan], sum = 0;
       bool finite = true;
 #pragma unroll
