@@ -22,8 +22,8 @@ FILE = "mamba3_backward.cu"
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
-SCHEDULE_LANES, SCHEDULE_DEPTH = (32, 16, 8), 2
-TIME_BLOCKS = 8  # at most of a cluster that takes columns along time
+SCHEDULE_LANES, SCHEDULE_DEPTH = 8, 2
+TIME_BLOCKS = 8  # of a cluster that takes a head along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
@@ -447,14 +447,13 @@ class _Builder:
         ]
 
     def warpgroup_schedule(self, arrays: tuple[str, ...]) -> Launch:
-        """Clusters take columns of a row of the batch, four of each lane: large ones if there are few columns, else of
-        two blocks. Of four, not all of a grid that fills the multiprocessors ran at once."""
+        """Clusters take columns of a row of the batch, four of each lane; two blocks are on a multiprocessor."""
         p, slots = self.problem, 2 * MULTIPROCESSORS
-        groups = {lanes: p.batch * math.ceil(p.heads * p.pairs / (4 * lanes)) for lanes in SCHEDULE_LANES}
-        lanes = next((n for n in SCHEDULE_LANES if TIME_BLOCKS * groups[n] > 0.9 * slots), SCHEDULE_LANES[-1])
-        blocks = TIME_BLOCKS if TIME_BLOCKS * groups[lanes] <= slots else 2
-        rounds = math.ceil(groups[lanes] / (slots // blocks))
-        grid, shared = (blocks, math.ceil(groups[lanes] / rounds), 1), schedule_shared(p, lanes)
+        lanes = SCHEDULE_LANES
+        groups = p.batch * math.ceil(p.heads * p.pairs / (4 * lanes))
+        blocks = next((n for n in (8, 4, 2) if n * groups <= slots), 1)
+        rounds = math.ceil(groups / (slots // blocks))
+        grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p, lanes)
         name = f"schedule, {lanes}"
         return self.warpgroup_launch(TIME_FILE, name, grid, CLUSTER_THREADS, arrays, shared, cluster=blocks)
 
