@@ -23,7 +23,7 @@ WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_c
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
 SCHEDULE_LANES, SCHEDULE_DEPTH = 8, 2
-TIME_BLOCKS = 8  # of a cluster that takes a head along time
+TIME_BLOCKS = 8  # at most of a cluster that takes columns along time
 SHORTEST_SEGMENT, MOST_SEGMENTS = 8, 64  # chunks; a segment costs one more pass over its rows
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 ROWS = 64  # of a tile: tokens x ranks of a chunk
@@ -447,11 +447,12 @@ class _Builder:
         ]
 
     def warpgroup_schedule(self, arrays: tuple[str, ...]) -> Launch:
-        """Clusters take columns of a row of the batch, four of each lane; two blocks are on a multiprocessor."""
+        """Clusters take columns of a row of the batch, four of each lane. The largest that fit at once, two blocks on a
+        multiprocessor; eight only where each block has one for itself, since of large clusters fewer fit than slots."""
         p, slots = self.problem, 2 * MULTIPROCESSORS
         lanes = SCHEDULE_LANES
         groups = p.batch * math.ceil(p.heads * p.pairs / (4 * lanes))
-        blocks = next((n for n in (8, 4, 2) if n * groups <= slots), 1)
+        blocks = next((n for n in (TIME_BLOCKS, 4, 2) if n * groups <= (slots // 2 if n == TIME_BLOCKS else slots)), 1)
         rounds = math.ceil(groups / (slots // blocks))
         grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p, lanes)
         name = f"schedule, {lanes}"
