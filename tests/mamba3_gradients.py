@@ -82,6 +82,9 @@ CASES = {
     # Turned numbers of a row that are no multiple of those of a warp's lanes.
     "model_pairs": {"batch": 1, "seq": 50, "rank": 4, "state": 128, "head_dim": 64, "pairs": 12},
     "siso_model_pairs": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 64, "pairs": 12},
+    "siso_model_odd_pairs": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 64, "pairs": 20},
+    "siso_model_most_pairs": {"batch": 1, "seq": 70, "rank": None, "state": 128, "head_dim": 64, "pairs": 60},
+    "model_odd_pairs": {"batch": 1, "seq": 50, "rank": 2, "state": 128, "head_dim": 64, "pairs": 40, "final": True},
     # With 70 tokens the gradients of D would nearly vanish, and rounding alone would be a tenth of them.
     "model_bare_pairs": {"batch": 1, "seq": 90, "rank": 2, "state": 128, "head_dim": 64, "pairs": 12, "gate": False},
     "wide": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 128, "pairs": 64},

@@ -34,6 +34,9 @@ EMULATED = {
     "model_pairs": {"heads": 1},
     "siso_model_pairs": {"heads": 1},
     "model_bare_pairs": {"heads": 1},
+    "siso_model_odd_pairs": {"heads": 1},
+    "siso_model_most_pairs": {"heads": 1},
+    "model_odd_pairs": {"heads": 1},
 }
 SLOW = (
     "packed_siso_float32",
@@ -42,6 +45,8 @@ SLOW = (
     "model_pairs",
     "siso_model_pairs",
     "model_bare_pairs",
+    "siso_model_most_pairs",
+    "model_odd_pairs",
 )
 
 

@@ -169,6 +169,7 @@ def test_few_chunks_share_the_heads_of_a_group_among_blocks():
         ({"chunk_size": 8}, ["sm_90"]),
         ({"dtype": "float32"}, ["sm_90"]),
         ({"batch": 1, "sequences": 2}, ["sm_90"]),
+        ({"batch": 1, "seq": 2**23}, ["sm_90"]),  # a head's states are more than 2**31 numbers
     ],
 )
 def test_warpgroups_serve_the_sizes_of_models_on_sm_90_alone(changes, archs):

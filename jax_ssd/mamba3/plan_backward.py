@@ -21,6 +21,8 @@ FILE = "mamba3_backward.cu"
 # By warpgroups, of sm_90.
 WALK_FILE, CHUNK_FILE, TIME_FILE = "mamba3_backward_walk.cu", "mamba3_backward_chunk.cu", "mamba3_backward_time.cu"
 WARPGROUP_RANKS, WARPGROUP_STATE, WARPGROUP_HEAD_DIM = (1, 2, 4), 128, 64
+# Of a row: from a head's states to the next one's is a step of 32 bits.
+WARPGROUP_CHUNKS = (2**31 - 1) // (WARPGROUP_STATE * WARPGROUP_HEAD_DIM)
 WALK_TEAM, CHUNK_TEAMS, CLUSTER_THREADS = 256, 512, 256
 SCHEDULE_LANES, SCHEDULE_DEPTH = 8, 2
 TIME_BLOCKS = 8  # at most of a cluster that takes columns along time
@@ -135,6 +137,7 @@ def serves_warpgroups(problem: Problem) -> bool:
         and "norm_weight" not in p.given
         and (p.chunk_size is None or p.chunk_size * p.rank >= ROWS)
         and warpgroup_chunk_shared(p) <= MAX_SHARED_MEMORY["sm_90"]
+        and p.seq * p.rank <= ROWS * WARPGROUP_CHUNKS
     )
 
 

@@ -47,9 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     programs = named_programs(options)
     target = {} if options.arch is None else {"target_arch": options.arch}
     try:
+        config.settings()
+    except ValueError as error:  # a variable of the environment
+        print(f"jax_ssd tune: {error}")
+        return 1
+    try:
         with config.override(**output, **target):
             return _tuned(programs, options)
-    except (NotImplementedError, ValueError) as error:  # no GPU, or a setting of the environment that is none
+    except NotImplementedError as error:  # no GPU
         print(f"jax_ssd tune: {error}")
         return 1
     except KeyboardInterrupt:

@@ -902,7 +902,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         }
       }
       if constexpr (!Second) fence_async_proxy();
-      if constexpr (S::SLOTS == 3) states_done();
+      if constexpr (S::SLOTS == 3) states_done();  // C of the chunk after next waits for the slot that they read
       __syncwarp();
       if (me.lane == 0) barrier_arrive(shared + L::X_EMPTY + 8 * stage);
       if constexpr (!Second) {

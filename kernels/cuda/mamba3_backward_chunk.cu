@@ -699,19 +699,22 @@ __device__ __forceinline__ void store_turns(const ChunkArrays& in, const ChunkPl
                                             const ChunkMemory<C>& memory, int h, int part) {
   using Memory = ChunkMemory<C>;
   constexpr int kUnits = C::kPairs / 4, kOfWarp = C::kTokens / 4 * kUnits;
-  constexpr int kNext = 64 / kUnits;  // tokens from one unit of a thread to its next
-  static_assert(kOfWarp <= 64 || 64 % kUnits == 0);
-  const int thread = thread_anew(), unit = thread % 32 + 32 * part, pair = unit % kUnits * 4;
+  constexpr bool kSamePairs = 64 % kUnits == 0;  // of all units of a thread
+  constexpr int kNext = 64 / kUnits;             // tokens from one of them to the next, then
+  const int thread = thread_anew(), unit = thread % 32 + 32 * part, first = thread / 32 * (C::kTokens / 4);
   const float* table = reinterpret_cast<const float*>(memory.base + Memory::kPhases);
-  int c = thread / 32 * (C::kTokens / 4) + unit / kUnits;
+  int c = first + unit / kUnits, pair = unit % kUnits * 4;
   const float* from = table + turn_at<C>(c, pair);
   float* to = in.angles + place.token_head(c, h, C::kPairs) + pair;
 #pragma unroll
   for (int j = 0; j < (kOfWarp + 63) / 64; ++j) {
     if (kOfWarp % 64 && unit + 64 * j >= kOfWarp) continue;
-    if (j > 0) {
+    if (j > 0 && kSamePairs) {
       c += kNext, to += kNext * C::kHeads * C::kPairs;
       from = kNext % 8 == 0 ? from + kNext * C::kPairs : table + turn_at<C>(c, pair);
+    } else if (j > 0) {
+      c = first + (unit + 64 * j) / kUnits, pair = (unit + 64 * j) % kUnits * 4;
+      from = table + turn_at<C>(c, pair), to = in.angles + place.token_head(c, h, C::kPairs) + pair;
     }
     float4 sum = *reinterpret_cast<const float4*>(from);
     if constexpr (Memory::kTurnsApart) {

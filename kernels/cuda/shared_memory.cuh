@@ -65,13 +65,6 @@ __device__ __forceinline__ float4 load_from_block(unsigned address, unsigned ran
   return v;
 }
 
-// Stores a number at this address in the shared memory of a block of the cluster.
-__device__ __forceinline__ void store_to_block(unsigned address, unsigned rank, unsigned v) {
-  unsigned there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(there), "r"(v) : "memory");
-}
-
 // Makes this thread's writes to shared memory visible to wgmma and TMA, once a barrier has passed as well.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
