@@ -229,6 +229,32 @@ __global__ void cluster_sums(float* out) {
   if (blockIdx.x < 4 || threadIdx.x < 32) cluster_barrier();  // threads that have ended are not waited for
 }
 
+// out [blocks][4]: what the blocks of a cluster of four send each other. Bytes: how many each waits for.
+template <int Bytes>
+__global__ void cluster_sends(int* out) {
+  __shared__ int words[4];
+  __shared__ unsigned long long barrier;
+  const unsigned here = shared_address(&barrier), block = blockIdx.x % 4;
+  if (threadIdx.x == 0) {
+    barrier_init(here, 1);
+    fence_barrier_init();
+    barrier_expect(here, Bytes);
+  }
+  __syncthreads();
+  cluster_barrier();
+  if (threadIdx.x < 4) {
+    const unsigned rank = threadIdx.x, own = shared_address(words + block), word = blockIdx.x * 10 + threadIdx.x;
+    unsigned there, barrier_there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(here), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(word),
+                 "r"(barrier_there)
+                 : "memory");
+  }
+  barrier_wait(here, 0);
+  if (threadIdx.x < 4) out[blockIdx.x * 4 + threadIdx.x] = words[threadIdx.x];
+}
+
 // The blocks of a cluster that end at once, all but the first.
 __global__ void cluster_ends(float* out) {
   __shared__ __align__(16) float own[4];

@@ -315,6 +315,14 @@ def test_blocks_of_a_cluster_read_each_other(run):
     np.testing.assert_array_equal(out, values.repeat(4, 0))
 
 
+def test_blocks_of_a_cluster_send_each_other_words(run):
+    out = run("cluster_sends<16>", threads=64, blocks=8, cluster=4, out=((8, 4), "int32"))["out"]
+    blocks = np.arange(8)
+    np.testing.assert_array_equal(out, (blocks // 4 * 4)[:, None] * 10 + np.arange(4) * 10 + blocks[:, None] % 4)
+    with pytest.raises(EmulatorError, match="expects 20 bytes and has 16"):
+        run("cluster_sends<20>", threads=64, blocks=4, cluster=4, out=((4, 4), "int32"))
+
+
 def test_a_block_that_has_ended_is_not_read(run):
     with pytest.raises(EmulatorError, match="does not run"):
         run("cluster_ends", threads=64, blocks=2, cluster=2, out=((64,), "float32"))

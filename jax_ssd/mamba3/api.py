@@ -488,7 +488,7 @@ def _arrays(name: str, state_name: str, state, *arguments) -> dict[str, jax.Arra
     """The arguments that are given, by their names; the state's pieces as "initial_state.angle" and so on."""
     named = zip(_ARGUMENTS, arguments, strict=True)
     given = {key: value for key, value in named if value is not None or key not in _OPTIONAL}
-    if state is not None or name == "mamba3_step":
+    if state is not None or state_name == "state":  # a step's, which has none to leave out
         if not isinstance(state, (tuple, list)) or len(state) != len(Mamba3State._fields):
             count = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
             raise TypeError(
