@@ -6,6 +6,7 @@ Every message names the argument, what was expected, what was received and the c
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,15 @@ def as_array(op: str, name: str, value) -> jax.Array:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as cause:
         raise _no_array(op, name, value) from cause
-    if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
+    if jnp.issubdtype(array.dtype, jnp.integer):
         held = np.iinfo(array.dtype)  # without jax_enable_x64 at most 32 bits, into which others would be wrapped
-        if value.min() < held.min or value.max() > held.max:
-            raise ValueError(
-                f"{op}: {name}: expected integers that {array.dtype.name} holds, got {value.min()} to {value.max()}; "
-                "number them anew, or set jax_enable_x64."
-            )
+        for row in _leaves(value):
+            wide = isinstance(row, np.ndarray) and row.size and row.dtype.kind in "iu"
+            if wide and (row.min() < held.min or row.max() > held.max):
+                raise ValueError(
+                    f"{op}: {name}: expected integers that {array.dtype.name} holds, got {row.min()} to {row.max()}; "
+                    "number them anew, or set jax_enable_x64."
+                )
     return array
 
 
@@ -42,7 +45,7 @@ def _no_array(op: str, name: str, value) -> Exception:
             "with .astype."
         )
     nested = isinstance(value, (list, tuple))
-    leaves = jax.tree.leaves(value, is_leaf=lambda part: not isinstance(part, (list, tuple)))
+    leaves = _leaves(value)
     for leaf in leaves:
         number = isinstance(leaf, (bool, int, float, complex, jax.Array))
         if isinstance(leaf, (np.generic, np.ndarray)):  # not text, objects, dates, long doubles
@@ -61,6 +64,11 @@ def _no_array(op: str, name: str, value) -> Exception:
         f"{op}: {name}: expected an array, got a nested {type(value).__name__} whose rows differ in shape; pad them to "
         "one length."
     )
+
+
+def _leaves(value) -> list[Any]:
+    """What a nested list holds; anything else is one leaf."""
+    return jax.tree.leaves(value, is_leaf=lambda part: not isinstance(part, (list, tuple)))
 
 
 def require_float(op: str, name: str, array: jax.Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from functools import cache, partial
@@ -319,6 +320,17 @@ def test_a_carry_of_another_batch_is_named():
         layer(jnp.ones((3, 5, FEATURES)), initial_carry=carry)
     with pytest.raises(ValueError, match=r"Mamba2: x: expected at least 2 axes"):
         layer.scan_operands(x[0, 0])  # type: ignore[arg-type]
+
+
+def test_a_carry_of_another_type_is_named():
+    layer = some_layer()
+    carry = layer.initialize_carry((FEATURES,))
+    for ssm, error, said in (
+        (carry.ssm.astype(int), TypeError, "expected a floating type out of .*, got int32"),
+        ([[1.0], [1.0, 2.0]], ValueError, "expected an array, got a nested list whose rows differ in shape"),
+    ):
+        with pytest.raises(error, match=f"Mamba2: carry.ssm: {said}"):
+            layer.step(dataclasses.replace(carry, ssm=ssm), np.ones(FEATURES, np.float32))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ def test_limits_beyond_every_float():
 def test_integers_that_would_be_wrapped(value):
     with pytest.raises(ValueError, match="op: segment_ids: expected integers that u?int32 holds, got .*; number them"):
         shapes.labels("op", "segment_ids", value, ("seq",), {"seq": value.size})
+    for rows in ([value], (value, value), [[value[-1:]]]):  # numpy's rows in a list
+        with pytest.raises(ValueError, match="op: x: expected integers that u?int32 holds, got .*; number them anew"):
+            shapes.as_array("op", "x", rows)
     words = f"op: segment_ids: expected integers that int32 holds, got one of {int(abs(value).max()).bit_length()} bits"
     with pytest.raises(ValueError, match=words):
         shapes.labels("op", "segment_ids", value.tolist(), ("seq",), {"seq": value.size})

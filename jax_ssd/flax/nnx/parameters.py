@@ -157,11 +157,13 @@ def require_carry(
             "return_carry=True or step gave."
         )
     for field, shape in (expected or {}).items():
-        if np.shape(getattr(carry, field)) != shape:
+        array = shapes.as_array(layer, f"{name}.{field}", getattr(carry, field))
+        shapes.require_float(layer, f"{name}.{field}", array)
+        if array.shape != shape:
             raise ValueError(
-                f"{layer}: {name}.{field}: expected shape {shape}, got {np.shape(getattr(carry, field))}; give the "
-                "carry the sizes of the layer and the batch axes of x, which is [..., in_features] in a step, else "
-                "[..., seq, in_features]."
+                f"{layer}: {name}.{field}: expected shape {shape}, got {array.shape}; give the carry the sizes of "
+                "the layer and the batch axes of x, which is [..., in_features] in a step, else [..., seq, "
+                "in_features]."
             )
 
 
