@@ -936,7 +936,7 @@ CHANGES = {
     "q_bias: expected shape (heads, rank, state) = (2, 2, 8)": {"q_bias": np.zeros((2, 8), np.float32)},
     "norm_weight: expected shape (heads * head_dim) = (8,)": {"norm_weight": np.zeros(4, np.float32)},
     "cu_seqlens: expected shape (..., sequences + 1)": {"cu_seqlens": np.array(3)},
-    "initial_state.ssm: expected shape (states, heads, head_dim, state)": {
+    "initial_state.ssm: expected shape (..., heads, head_dim, state)": {
         "initial_state": (np.zeros((2, 2, 2), np.float32), *(np.zeros(3, np.float32),) * 3)
     },
 }
