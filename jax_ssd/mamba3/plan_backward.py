@@ -161,9 +161,9 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     return panels * 8192 + 2 * table + sums + 96
 
 
-def schedule_shared(problem: Problem, lanes: int) -> int:
+def schedule_shared(problem: Problem) -> int:
     """`ScheduleShare::Memory` of mamba3_backward_time.cu: angles and steps of rounds, sums of warps and blocks."""
-    units = problem.pairs // 4
+    units, lanes = problem.pairs // 4, SCHEDULE_LANES
     even = lanes % units == 0 or units % lanes == 0
     heads = (lanes + (1 if even else 2) * (units - 1)) // units
     rounds = SCHEDULE_DEPTH * (CLUSTER_THREADS * 8 * 16 + CLUSTER_THREADS // lanes * heads * 8 * 4)
@@ -453,12 +453,12 @@ class _Builder:
         """Clusters take columns of a row of the batch, four of each lane. The largest that fit at once, two blocks on a
         multiprocessor; eight only where each block has one for itself, since of large clusters fewer fit than slots."""
         p, slots = self.problem, 2 * MULTIPROCESSORS
-        lanes = SCHEDULE_LANES
-        groups = p.batch * math.ceil(p.heads * p.pairs / (4 * lanes))
-        blocks = next((n for n in (TIME_BLOCKS, 4, 2) if n * groups <= (slots // 2 if n == TIME_BLOCKS else slots)), 1)
+        groups = p.batch * math.ceil(p.heads * p.pairs / (4 * SCHEDULE_LANES))
+        most = {TIME_BLOCKS: slots // 2, 4: slots, 2: slots}  # blocks at once, by the size of their clusters
+        blocks = next((size for size, fit in most.items() if size * groups <= fit), 1)
         rounds = math.ceil(groups / (slots // blocks))
-        grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p, lanes)
-        name = f"schedule, {lanes}"
+        grid, shared = (blocks, math.ceil(groups / rounds), 1), schedule_shared(p)
+        name = f"schedule, {SCHEDULE_LANES}"
         return self.warpgroup_launch(TIME_FILE, name, grid, CLUSTER_THREADS, arrays, shared, cluster=blocks)
 
     def warpgroup_time(self, time: tuple[str, ...]) -> Launch:

@@ -210,11 +210,6 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
-// 16 bytes to shared memory, as part of the thread's current group of copies; zeros if they are not there.
-__device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool there = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
 // Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
 // head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
 // otherwise.
@@ -248,7 +243,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       if (there) own[j] = read_once((C::kWeighted ? in.v : in.dy) + place_of(j));
     }
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  pieces_commit();
   if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
   if (C::kWeighted && i >= 2) barrier_wait(memory.values_free(), i & 1);
 #pragma unroll
@@ -277,8 +272,8 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
                  from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group %0;" ::"n"(C::kWeighted || !Memory::kOutput ? 0 : 1) : "memory");
+  pieces_commit();
+  pieces_wait<C::kWeighted || !Memory::kOutput ? 0 : 1>();
   if constexpr (C::kWeighted) {
     named_barrier(4, kTeam);  // weights are copied by others
 #pragma unroll 1
@@ -332,7 +327,7 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       *adjoint = pack8(up), *slope = pack8(gate);
     }
   }
-  if constexpr (!C::kWeighted && Memory::kOutput) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if constexpr (!C::kWeighted && Memory::kOutput) pieces_wait<0>();
   fence_async_proxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
@@ -368,7 +363,7 @@ struct KeyRows {
       copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from);
       row += 1024, c += kNext;
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    pieces_commit();
   }
 
   __device__ __forceinline__ void load_biases(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
@@ -381,7 +376,7 @@ struct KeyRows {
   __device__ __forceinline__ void finish(const unsigned* turns) const {
     using Memory = ChunkMemory<C>;
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    pieces_wait<0>();
     char* row = to;
     const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
     uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0

@@ -13,19 +13,6 @@ constexpr int kTimeThreads = 256, kTimeWarps = kTimeThreads / 32, kMostBlocks = 
 constexpr int kRun = 8;    // tokens of a thread
 constexpr int kDepth = 2;  // rounds of the schedule whose angles are here or on their way
 
-// A copy to shared memory, of 16 bytes or 4, as part of the thread's current group.
-__device__ __forceinline__ void copy_piece(void* to, const float4* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_piece(void* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void pieces_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending>
-__device__ __forceinline__ void pieces_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
 // Sends a word to this address in the shared memory of a block of the cluster, and tells the barrier at that address
 // there of its four bytes. Unlike the cluster's barrier it waits for no other memory.
 __device__ __forceinline__ void send_to_block(unsigned address, unsigned barrier, unsigned rank, unsigned word) {
