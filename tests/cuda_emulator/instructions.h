@@ -211,7 +211,6 @@ inline void ld_shared_cluster_v4_f32(float& d0, float& d1, float& d2, float& d3,
   d0 = v[0], d1 = v[1], d2 = v[2], d3 = v[3];
 }
 
-
 // Barriers and flags.
 
 inline void barrier_cluster_arrive_release_aligned() { cluster_arrive(); }
