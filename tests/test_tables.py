@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import tables
 from jax_ssd import config, tune
-from jax_ssd.mamba2 import choices
+from jax_ssd.mamba2 import choices, plan_cuda, plan_cuda_backward
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.mamba3 import choices as mamba3_choices
 from jax_ssd.mamba3.problem import Problem as Mamba3Problem
@@ -100,19 +100,61 @@ def small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any])
 
 def _small(tunable: tune.Tunable, record: dict[str, Any], result: dict[str, Any]) -> tuple[Any, Any]:
     choice = choice_of(tunable, problem_of(tunable.op, record["problem"]), result)
-    told, chunk = record["problem"], getattr(choice, "chunk", 64)
-    short = told | {"batch": min(told["batch"], 5)}  # rows that share a chunk keep their length, without a state
-    sizes = [told | {"batch": 1, "seq": n, "return_final_state": True} for n in (2 * chunk + 1, 4 * chunk)]
-    if tunable.op.endswith("step"):
-        sizes = [told | {"batch": 1}]
-    for size, heads in itertools.product([*sizes, short], (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
-        p = problem_of(tunable.op, size | {"heads": heads, "groups": 1})
+    for told, fewer in _sizes(tunable, choice, record["problem"]):
+        p = problem_of(tunable.op, told)
         try:
-            tunable.make(p, choice)
+            tunable.make(p, fewer)
         except (ValueError, NotImplementedError):
             continue
-        return p, choice
+        return p, fewer
     raise AssertionError(f"no small problem for {choice}")
+
+
+def _sizes(tunable: tune.Tunable, choice: Any, told: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Sizes worth trying, the best first, each with the choice.
+
+    Pieces that work is cut into stay as many, but of segments a first, one between and a last one are enough.
+    """
+    short = told | {"batch": min(told["batch"], 5), "groups": 1}  # rows that share a chunk keep their length
+    whole = told | {"batch": 1, "groups": 1, "return_final_state": True}
+    if isinstance(choice, plan_cuda.Split) and choice.segments > 1:
+        least = plan_cuda.shortest_piece(problem_of(tunable.op, told))
+        of_segment, segments = least // plan_cuda.CHUNK + 1, min(choice.segments, 3)
+        choice = dataclasses.replace(choice, segments=segments, chunks_per_segment=of_segment)
+        sizes = [whole | {"seq": (segments - 1) * of_segment * plan_cuda.CHUNK + least + 1}]
+    elif isinstance(choice, plan_cuda_backward.BackwardBlocks) and told["seq"] > plan_cuda_backward.CHUNK:
+        choice = dataclasses.replace(choice, segments=min(choice.segments, 3))
+        seq = max(2, 2 * choice.segments - 1) * plan_cuda_backward.CHUNK + 1
+        batch = choice.row_slices + 1 if choice.row_slices > 1 else 1  # the last turn has fewer rows
+        yield whole | {"seq": seq, "batch": batch, "heads": 2 * choice.head_blocks - 1}, choice
+        return
+    elif tunable.op.endswith("step"):
+        sizes = [told | {"batch": 1, "groups": 1}]
+    else:
+        chunk = getattr(choice, "chunk", 64)
+        sizes = [whole | {"seq": n} for n in (2 * chunk + 1, 4 * chunk)]
+    for size, heads in itertools.product([*sizes, short], (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
+        yield size | {"heads": heads}, choice
+
+
+def test_small_problems_keep_the_pieces_of_a_choice():
+    found = set()
+    for arch, record, implementation in entries():
+        tunable, result = TUNABLES[record["op"], implementation], record["results"][implementation]
+        with config.override(target_arch=arch):
+            full = choice_of(tunable, problem_of(record["op"], record["problem"]), result)
+            p, choice = small(tunable, record, result)
+        for name, value in dataclasses.asdict(full).items():
+            if name != "chunks_per_segment":
+                assert getattr(choice, name) == (min(value, 3) if name == "segments" else value), (record, name)
+        if isinstance(choice, plan_cuda_backward.BackwardBlocks):
+            most = plan_cuda_backward.most_pieces(p)
+            assert all(getattr(choice, name) <= most[name] for name in most), (record, choice)
+            found |= {("head_blocks", choice.head_blocks), ("row_slices", choice.row_slices)}
+        elif isinstance(choice, plan_cuda.Split):
+            assert (choice.segments - 1) * choice.chunks_per_segment * plan_cuda.CHUNK < p.seq
+            found.add(("segments", choice.segments))
+    assert {("head_blocks", 3), ("row_slices", 2), ("segments", 3)} <= found
 
 
 def test_there_is_a_table_and_it_says_where_it_comes_from():
@@ -146,7 +188,7 @@ def test_every_entry_is_planned_for_its_own_problem():
 def distinct() -> list[Any]:
     """One entry for each plan that the tables can select, at the size that it is tested at.
 
-    Choices that differ in nothing but how a long row or many heads are cut come to the same plan there.
+    Choices that differ in nothing but how long segments are come to the same plan there.
     """
     found: dict[str, Any] = {}
     for arch, record, implementation in entries():
@@ -159,9 +201,10 @@ def distinct() -> list[Any]:
     return [pytest.param(*entry, id=f"{entry[0]['op']}-{number}") for number, entry in enumerate(found.values())]
 
 
-def changed() -> list[Any]:
-    """Those that are not the heuristic's, whose own plans the kernels' tests run; on a GPU all are."""
-    return [one for one in distinct() if one.values[1]["choice"]]
+def marked() -> list[Any]:
+    """Those, of which the heuristic's own take their time."""
+    mark = pytest.mark.slow
+    return [one if one.values[1]["choice"] else pytest.param(*one.values, id=one.id, marks=mark) for one in distinct()]
 
 
 def operands_for(p: Any, op: str) -> dict[str, np.ndarray]:
@@ -215,8 +258,8 @@ def emulate(record: dict[str, Any], result: dict[str, Any], implementation: str)
     check(p, record["op"], operands, emulator.run(plan, operands))
 
 
-@pytest.mark.parametrize(("record", "result", "implementation"), changed())
-def test_every_choice_that_is_not_the_heuristics_is_right(record, result, implementation):
+@pytest.mark.parametrize(("record", "result", "implementation"), marked())
+def test_every_choice_is_right(record, result, implementation):
     emulate(record, result, implementation)
 
 

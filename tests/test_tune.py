@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_ssd
@@ -374,6 +375,26 @@ def test_autotune_finds_the_best_and_combines(bench, own_file, capsys):
             assert [{}, 100.0] in result["tried"]
     planned = jax_ssd.dispatch_paths(jax.jit(CALL["forward"][0]), *operands, platform="cuda")[0].plan
     assert planned is not None
+
+
+def test_tracing_a_call_of_a_new_size_measures_nothing(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(search, "Bench", refuse)
+    monkeypatch.setattr(timing, "measure", refuse)
+    monkeypatch.setattr(timing, "compile_program", refuse)
+    monkeypatch.setattr(kernels, "compile_launches", lambda requests, arch: [])
+    monkeypatch.setattr(launch, "encode", lambda plan, cubins: {"plan": np.frombuffer(plan.name.encode(), np.uint8)})
+
+    def loss(x, dt, A, B, C):
+        return jax_ssd.mamba2(x, dt, A, B, C, implementation="cuda").astype(jnp.float32).sum()
+
+    shapes = {"x": (4, 4000, 8, 64), "dt": (4, 4000, 8), "A": (8,), "B": (4, 4000, 1, 128), "C": (4, 4000, 1, 128)}
+    arrays = {n: jax.ShapeDtypeStruct(s, "float32" if n in ("dt", "A") else "bfloat16") for n, s in shapes.items()}
+    with tune.recorded() as planned:
+        jax.jit(jax.grad(loss)).trace(*arrays.values()).lower(lowering_platforms=("cuda",))
+    assert planned
 
 
 def test_a_quick_search_tries_the_likeliest_of_what_would_run(bench, capsys):
