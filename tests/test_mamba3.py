@@ -129,6 +129,7 @@ GOLDEN_Y = {  # sum, sum of squares, y[0,0,1,2], y[0,1,1,2], y[0,4,0,0], y[0,4,1
         *(0.073811837749, 0.137694879703, 0.180401094875, 0.092184193510),
     ),
 }
+GOLDEN_LOSS = 0.950192019644
 GOLDEN_GRADIENTS = {  # sum, first element, sum of squares
     "q": (-1.564171627595, 0.000641144644, 1.482071590901),
     "k": (-0.049888308575, -0.017193593308, 0.030278156675),
@@ -171,7 +172,7 @@ def test_golden_gradients(implementation, x64):
         return (y * fill(1.6, y.shape)).sum()
 
     value, gradients = jax.value_and_grad(objective)(golden_arrays(True))
-    np.testing.assert_allclose(value, 0.950192019644, atol=1e-11)
+    np.testing.assert_allclose(value, GOLDEN_LOSS, atol=1e-11)
     assert gradients.keys() == GOLDEN_GRADIENTS.keys()
     for name, g in gradients.items():
         found = (g.sum(), g.ravel()[0], (g**2).sum())

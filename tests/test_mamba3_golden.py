@@ -18,7 +18,7 @@ import pytest
 import jax_ssd
 from jax_ssd import Mamba3State, config
 from tests import cuda_emulator, emulation
-from tests.test_mamba3 import GOLDEN_Y, golden_arrays, token
+from tests.test_mamba3 import GOLDEN_GRADIENTS, GOLDEN_LOSS, GOLDEN_Y, fill, golden_arrays, token
 
 STATE, HEAD_DIM, PADDED = 4, 3, 8
 # Where the coordinates go: a pair stays one.
@@ -74,7 +74,7 @@ def check_state(state: Mamba3State, rotary: str, rtol: float) -> None:
         np.testing.assert_allclose(state.k[0, 1, 0], k, rtol=rtol)
 
 
-@pytest.mark.parametrize("rotary, norm", [("pairwise", True), ("half", False)])
+@pytest.mark.parametrize("rotary, norm", GOLDEN_Y)
 @pytest.mark.slow
 def test_the_forward_kernels(rotary, norm, monkeypatch):
     with kernels(monkeypatch):
@@ -86,6 +86,30 @@ def test_the_forward_kernels(rotary, norm, monkeypatch):
     places = PLACES[rotary]
     small = state._replace(ssm=state.ssm[:, :, :HEAD_DIM, places], k=state.k[..., places])
     check_state(small, rotary, 2e-5)
+
+
+@pytest.mark.slow
+def test_the_gradients_of_the_kernels(monkeypatch):
+    given = padded("pairwise", True)
+    options = {name: given.pop(name) for name in ("rotary", "norm_eps")}
+    weight = np.pad(fill(1.6, (1, 5, 2, HEAD_DIM)), [(0, 0)] * 3 + [(0, PADDED - HEAD_DIM)]).astype(np.float32)
+
+    def loss(arrays):
+        return (jax_ssd.mamba3(**arrays, **options, precision="highest", implementation="cuda") * weight).sum()
+
+    with kernels(monkeypatch):
+        value, found = jax.value_and_grad(loss)(given)
+    np.testing.assert_allclose(value, GOLDEN_LOSS, rtol=1e-5)
+    for name, expected in GOLDEN_GRADIENTS.items():
+        gradient = np.asarray(found[name], np.float64)
+        if name in ("q", "k", "q_bias", "k_bias"):
+            gradient = gradient[..., PLACES["pairwise"]]
+        elif name in ("v", "z", "mimo_v", "mimo_o", "mimo_z", "norm_weight"):
+            gradient = gradient[..., :HEAD_DIM]
+        if name == "norm_weight":  # which was scaled
+            gradient = gradient * np.sqrt(HEAD_DIM / PADDED)
+        sums = (gradient.sum(), gradient.ravel()[0], (gradient**2).sum())
+        np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=3e-6, err_msg=name)
 
 
 def test_the_forward_kernels_on_packed_sequences(monkeypatch):
@@ -115,7 +139,15 @@ def test_steps(rotary, norm, implementation, x64):
     check_state(state, rotary, 1e-9)
 
 
-@pytest.mark.parametrize("rotary, norm", [("pairwise", False), ("half", True)])
+@pytest.mark.parametrize(
+    "rotary, norm",
+    [
+        ("pairwise", False),
+        ("half", True),
+        pytest.param("pairwise", True, marks=pytest.mark.slow),
+        pytest.param("half", False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_step_kernel(rotary, norm, monkeypatch):
     arrays = {name: jnp.asarray(array, jnp.float32) for name, array in golden_arrays(norm).items()}
     with kernels(monkeypatch):
