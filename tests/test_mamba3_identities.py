@@ -30,12 +30,13 @@ def on_kernels(monkeypatch):
 
 
 def test_split_is_whole_and_whole_turns_of_the_state_change_nothing():
-    arrays = case(initial=True, **SIZES)
+    arrays: dict[str, Any] = case(initial=True, **SIZES)
     run = functools.partial(mamba3, return_final_state=True)
     whole, end = run(**arrays)
     for cut in (1, 13):
         first, state = run(**part(arrays, 0, cut))
-        second, end_again = run(**(part(arrays, cut, None) | {"initial_state": state}))
+        rest: dict[str, Any] = part(arrays, cut, None) | {"initial_state": state}
+        second, end_again = run(**rest)
         np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-5, atol=2e-6)
         assert state_error(end_again, end) < 2e-6
     turned = arrays["initial_state"]._replace(angle=(arrays["initial_state"].angle + 6 * np.pi).astype(np.float32))
@@ -44,14 +45,16 @@ def test_split_is_whole_and_whole_turns_of_the_state_change_nothing():
 
 
 def test_half_is_permuted_pairwise():
-    arrays = case(**SIZES)
+    arrays: dict[str, Any] = case(**SIZES)
     order = np.arange(16).reshape(2, 8).T.ravel()
-    permuted = {n: a[..., order] if n in ("q", "k", "q_bias", "k_bias") else a for n, a in arrays.items()}
+    permuted: dict[str, Any] = {
+        n: a[..., order] if n in ("q", "k", "q_bias", "k_bias") else a for n, a in arrays.items()
+    }
     np.testing.assert_allclose(mamba3(**arrays, rotary="half"), mamba3(**permuted), rtol=1e-5, atol=2e-6)
 
 
 def test_without_a_second_half_and_without_turns_it_is_mamba2():
-    arrays = case(rank=None, norm=False, groups=2, heads=4, **SIZES)
+    arrays: dict[str, Any] = case(rank=None, norm=False, groups=2, heads=4, **SIZES)
     arrays["trap"] = np.full_like(arrays["trap"], 200.0)  # lambda = 1
     for name in ("q_bias", "k_bias", "angles"):
         arrays[name] = np.zeros_like(arrays[name])
@@ -66,7 +69,7 @@ def test_without_a_second_half_and_without_turns_it_is_mamba2():
 
 def test_equal_ranks_are_one_rank():
     rank, arrays = 4, case(rank=1, norm=False, gate=False, **SIZES)
-    many = {n: np.repeat(a, rank, 2) if n in ("q", "k") else a for n, a in arrays.items()}
+    many: dict[str, Any] = {n: np.repeat(a, rank, 2) if n in ("q", "k") else a for n, a in arrays.items()}
     for n in ("q_bias", "k_bias", "mimo_v", "mimo_o"):
         many[n] = np.repeat(many[n], rank, 1) / (rank if n in ("mimo_v", "mimo_o") else 1)
     arrays["D"] = arrays["D"] / rank
@@ -75,7 +78,7 @@ def test_equal_ranks_are_one_rank():
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-4])
 def test_the_norm_of_tiny_outputs(scale):
-    arrays = case(skip=False, **SIZES)
+    arrays: dict[str, Any] = case(skip=False, **SIZES)
     arrays["v"] = arrays["v"] * np.float32(scale)
     expected, _ = oracle.run(**wide(arrays))
     plain, _ = oracle.run(**wide(arrays), norm_eps=1e-30)
@@ -84,7 +87,7 @@ def test_the_norm_of_tiny_outputs(scale):
 
 
 def test_a_token_whose_own_weight_is_next_to_nothing():
-    arrays = case(seq=40, skip=False, **SIZES)
+    arrays: dict[str, Any] = case(seq=40, skip=False, **SIZES)
     arrays["trap"] = np.where(np.arange(40) % 3 == 0, -14, arrays["trap"]).astype(np.float32)
     arrays["adt"] = np.where(np.arange(40) % 3 == 0, -30, arrays["adt"]).astype(np.float32)
     expected, _ = oracle.run(**wide(arrays))
@@ -98,7 +101,7 @@ def test_the_first_token_has_no_decay_and_no_phase():
 
 
 def test_a_turn_of_all_phases_changes_nothing():
-    arrays = case(initial=True, **SIZES)
+    arrays: dict[str, Any] = case(initial=True, **SIZES)
     zeros = jax.tree.map(np.zeros_like, arrays["initial_state"])
     arrays["initial_state"] = zeros._replace(angle=arrays["initial_state"].angle)
     gradients = loss_gradients(arrays, "cuda")
