@@ -21,8 +21,8 @@ __device__ __forceinline__ unsigned phase_of_radians(float angle) {
 // length.
 __device__ __forceinline__ float turns_of_step(float angle, float dt) { return 0.5f * tanhf(angle) * dt; }
 
-// The same by the hardware's exponential, within 2**-23 of dt and not systematically, as pi dt - 2 pi dt / (1 + exp(2
-// x)).
+// The same by the hardware's exponential, within 2**-23 of dt, as pi dt - 2 pi dt / (1 + exp(2 x)). The constant is too
+// small by 1.3e-8: angles of one sign lose some 3e-10 of a turn a token, 7e-5 radians in 32,768.
 __device__ __forceinline__ float turns_of_step_fast(float angle, float dt) {
   return fmaf(-dt, rcp_fast(1.0f + exp2_fast(angle * 2.8853900817779268f)), 0.5f * dt);
 }
