@@ -1,9 +1,13 @@
 """Run the GPU kernels on the CPU: plans go to the emulators of cuTile and of CUDA C++ instead of a GPU."""
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import numpy as np
+import pytest
 
-from jax_ssd import dispatch, op
+from jax_ssd import config, dispatch, op
 from jax_ssd.specs import CudaKernel
 from tests import cuda_emulator, tile_emulator
 
@@ -30,3 +34,16 @@ def _kernel_runner(plan, devices):
 def emulate(monkeypatch) -> None:
     monkeypatch.setattr(op, "kernel_plan", _kernel_plan)
     monkeypatch.setattr(op, "kernel_runner", _kernel_runner)
+
+
+@contextlib.contextmanager
+def kernels(monkeypatch) -> Iterator[None]:
+    """The CUDA C++ kernels of the GPU, or emulated ones where there is none."""
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    if cuda_emulator.missing() is not None:
+        pytest.skip(str(cuda_emulator.missing()))
+    emulate(monkeypatch)
+    with config.override(target_arch="sm_90"):
+        yield

@@ -1,5 +1,6 @@
 """The contract of Mamba-3, the same for every implementation, against numpy in float64 and closed forms."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax_ssd
 from jax_ssd import Mamba3State
 from jax_ssd.mamba3 import phase
 from tests import mamba3_float64 as oracle
+from tests.emulation import kernels
 
 IMPLEMENTATIONS = ["reference", "xla"]
 
@@ -24,6 +26,16 @@ def implementation(request):
 @pytest.fixture
 def mamba3(implementation):
     return functools.partial(jax_ssd.mamba3, implementation=implementation, precision="highest")
+
+
+EIGHTS: dict[str, Any] = {"state": 16, "head_dim": 8, "pairs": 4}  # sizes that the kernels take as well
+
+
+@pytest.fixture(params=[*IMPLEMENTATIONS, pytest.param("cuda", marks=pytest.mark.slow)])
+def mamba3_everywhere(request, monkeypatch):
+    """On the CUDA C++ kernels too, in the emulator where there is no GPU."""
+    with kernels(monkeypatch) if request.param == "cuda" else contextlib.nullcontext():
+        yield functools.partial(jax_ssd.mamba3, implementation=request.param, precision="highest")
 
 
 def case(
@@ -391,12 +403,12 @@ def part(arrays: dict, low: int, high: int | None) -> dict:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 13])
-def test_split_is_whole(cut, mamba3):
-    arrays = case(initial=True)
-    whole, end = mamba3(**arrays, return_final_state=True, chunk_size=5)
-    first, state = mamba3(**part(arrays, 0, cut), return_final_state=True, chunk_size=5)
+def test_split_is_whole(cut, mamba3_everywhere):
+    arrays = case(initial=True, **EIGHTS)
+    whole, end = mamba3_everywhere(**arrays, return_final_state=True, chunk_size=5)
+    first, state = mamba3_everywhere(**part(arrays, 0, cut), return_final_state=True, chunk_size=5)
     rest = part(arrays, cut, None) | {"initial_state": state}
-    second, end_again = mamba3(**rest, return_final_state=True, chunk_size=5)
+    second, end_again = mamba3_everywhere(**rest, return_final_state=True, chunk_size=5)
     np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-5, atol=2e-6)
     assert state_error(end_again, end) < 2e-6
 
@@ -552,11 +564,13 @@ def test_gradient_of_a_step(seq):
         assert error(a, b) < 1e-5
 
 
-def test_half_is_permuted_pairwise(mamba3):
-    arrays = case(state=8, pairs=3)
-    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+def test_half_is_permuted_pairwise(mamba3_everywhere):
+    arrays = case(state=16, head_dim=8, pairs=3)
+    order = np.arange(16).reshape(2, 8).T.ravel()
     permuted = {n: a[..., order] if n in ("q", "k", "q_bias", "k_bias") else a for n, a in arrays.items()}
-    np.testing.assert_allclose(mamba3(**arrays, rotary="half"), mamba3(**permuted), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        mamba3_everywhere(**arrays, rotary="half"), mamba3_everywhere(**permuted), rtol=1e-5, atol=2e-6
+    )
 
 
 def test_without_a_second_half_it_is_mamba2():
@@ -573,20 +587,20 @@ def test_without_a_second_half_it_is_mamba2():
     np.testing.assert_allclose(jax_ssd.mamba3(**arrays), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_whole_turns_of_the_state_change_nothing(mamba3):
-    arrays = case(initial=True)
+def test_whole_turns_of_the_state_change_nothing(mamba3_everywhere):
+    arrays = case(initial=True, **EIGHTS)
     turned = arrays["initial_state"]._replace(angle=(arrays["initial_state"].angle + 6 * np.pi).astype(np.float32))
-    y = mamba3(**{**arrays, "initial_state": turned})
-    np.testing.assert_allclose(y, mamba3(**arrays), rtol=1e-4, atol=3e-5)  # float32 of an angle near 20
+    y = mamba3_everywhere(**{**arrays, "initial_state": turned})
+    np.testing.assert_allclose(y, mamba3_everywhere(**arrays), rtol=1e-4, atol=3e-5)  # float32 of an angle near 20
 
 
-def test_equal_ranks_are_one_rank(mamba3):
-    rank, arrays = 4, case(rank=1, norm=False, gate=False)
+def test_equal_ranks_are_one_rank(mamba3_everywhere):
+    rank, arrays = 4, case(rank=1, norm=False, gate=False, **EIGHTS)
     many = {n: np.repeat(a, rank, 2) if n in ("q", "k") else a for n, a in arrays.items()}
     for n in ("q_bias", "k_bias", "mimo_v", "mimo_o"):
         many[n] = np.repeat(many[n], rank, 1) / (rank if n in ("mimo_v", "mimo_o") else 1)
     arrays["D"] = arrays["D"] / rank
-    np.testing.assert_allclose(mamba3(**many), mamba3(**arrays), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(mamba3_everywhere(**many), mamba3_everywhere(**arrays), rtol=1e-5, atol=2e-6)
 
 
 def test_the_first_token_has_no_decay_and_no_phase():
@@ -680,23 +694,23 @@ def test_decays_of_many_sizes_in_one_chunk_have_the_gradients_of_float64():
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-4])
-def test_the_norm_of_tiny_outputs(scale, mamba3):
+def test_the_norm_of_tiny_outputs(scale, mamba3_everywhere):
     """There norm_eps counts, inside the root and on the mean."""
-    arrays = case(skip=False)
+    arrays = case(skip=False, **EIGHTS)
     arrays["v"] = arrays["v"] * np.float32(scale)
     expected, _ = oracle.run(**wide(arrays))
     plain, _ = oracle.run(**wide(arrays), norm_eps=1e-30)
     assert error(plain, expected) > 1e-3  # so that it is seen
-    assert error(mamba3(**arrays), expected) < 2.2e-6
+    assert error(mamba3_everywhere(**arrays), expected) < 2.2e-6
 
 
-def test_a_token_whose_own_weight_is_next_to_nothing(mamba3):
+def test_a_token_whose_own_weight_is_next_to_nothing(mamba3_everywhere):
     """As a difference of two weights it would be rounding, which the norm then blows up."""
-    arrays = case(seq=40, skip=False)
+    arrays = case(seq=40, skip=False, **EIGHTS)
     arrays["trap"] = np.where(np.arange(40) % 3 == 0, -14, arrays["trap"]).astype(np.float32)
     arrays["adt"] = np.where(np.arange(40) % 3 == 0, -30, arrays["adt"]).astype(np.float32)
     expected, _ = oracle.run(**wide(arrays))
-    assert error(mamba3(**arrays), expected) < 2.2e-6
+    assert error(mamba3_everywhere(**arrays), expected) < 2.2e-6
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "z", "angles", "adt", "dt", "trap"])

@@ -6,8 +6,6 @@ the norm's mean; its weight and its eps make up for that.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,27 +14,14 @@ import numpy as np
 import pytest
 
 import jax_ssd
-from jax_ssd import Mamba3State, config
-from tests import cuda_emulator, emulation
+from jax_ssd import Mamba3State
+from tests.emulation import kernels
 from tests.test_mamba3 import GOLDEN_GRADIENTS, GOLDEN_LOSS, GOLDEN_Y, fill, golden_arrays, token
 
 STATE, HEAD_DIM, PADDED = 4, 3, 8
 # Where the coordinates go: a pair stays one.
 PLACES = {"pairwise": np.arange(STATE), "half": np.array([0, 1, 4, 5])}
 SQUARES = {"pairwise": 5.973900446712, "half": 6.036969671268}  # of the final ssm
-
-
-@contextlib.contextmanager
-def kernels(monkeypatch) -> Iterator[None]:
-    """Those of the GPU, or emulated ones where there is none."""
-    if jax.default_backend() == "gpu":
-        yield
-        return
-    if cuda_emulator.missing() is not None:
-        pytest.skip(str(cuda_emulator.missing()))
-    emulation.emulate(monkeypatch)
-    with config.override(target_arch="sm_90"):
-        yield
 
 
 def padded(rotary: str, norm: bool) -> dict[str, Any]:
