@@ -114,7 +114,7 @@ def _mamba3() -> list[Size]:
     ] + [
         Size("mimo_first_f32", 4, 2048, 1, 32, 128, 64, dtype="float32", rank=4),
         Size("mimo_few_f32", 4, 2048, 1, 8, 128, 64, dtype="float32", rank=4),
-        *(Size(f"mimo_step_b{batch}", batch, 1, 1, 64, 128, 64, rank=4) for batch in (1, 32, 64, 256)),
+        *(Size(f"mimo_step_b{batch}", batch, 1, 1, 64, 128, 64, rank=4) for batch in (1, 32, 64, 256, 1024)),
         *(Size(f"mimo_step_b64_t{n}", 64, n, 1, 64, 128, 64, rank=4, step=True) for n in (2, 4, 8)),
         Size("tiny_mimo_step", 2, 1, 2, 4, 16, 8, dtype="float32", rank=2),
         Size("tiny_mimo_step_t3", 2, 3, 2, 4, 16, 8, dtype="float32", rank=2, step=True),

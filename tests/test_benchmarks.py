@@ -7,7 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, compare, floors, inputs, measure_jax, plot, reference, report, rows, run, timing, worker
+from benchmarks import (
+    cases,
+    compare,
+    floors,
+    inputs,
+    measure_jax,
+    plot,
+    profile,
+    reference,
+    report,
+    rows,
+    run,
+    timing,
+    worker,
+)
 from benchmarks.peers import base, mamba_ssm, own
 
 
@@ -323,6 +337,28 @@ def test_the_sweep_and_the_other_sizes_are_named():
     assert (1, 131072, 8, 128, 128, 64, "bfloat16") in sizes
     assert (4096, 16, 1, 24, 128, 64, "bfloat16") in sizes
     assert (4, 16384, 1, 8, 128, 64, "float32") in sizes
+
+
+@pytest.mark.parametrize("given", [None, "true"])
+def test_processes_that_share_a_device_leave_its_memory_to_each_other(tmp_path, monkeypatch, given):
+    name, started = "XLA_PYTHON_CLIENT_PREALLOCATE", []
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(run.subprocess, "Popen", lambda command, env, **_: started.append(env))
+    run.Run._start(worker.Job("jax_ssd", [], (), str(tmp_path), str(tmp_path / "rows.jsonl")))
+    assert started[0][name] == (given or "false")
+
+
+def test_a_profile_has_the_kernels_that_take_time_in_the_units_of_its_columns():
+    metrics = [metric for metric, _ in profile.METRICS.values()]
+    header = ",".join(f'"{name}"' for name in ("Kernel Name", "Grid Size", "Block Size", *metrics))
+    units = ",".join('""' for _ in range(3 + len(metrics)))
+    long = '"void walk<float, Sizes<4, 8>>(int)","(1, 2, 1)","(256, 1, 1)","88,736","22.5","1.5","27","41","80"'
+    long += ',"2,000,000","0"'
+    short = long.replace("88,736", "900").replace("walk", "join")
+    (kernel,) = profile.parse("\n".join(["==PROF== 2 passes", header, units, short, long, '{"device": 1}']))
+    assert (kernel["kernel"], kernel["us"], kernel["l2_percent"], kernel["read_mb"]) == ("walk", 88.736, 80.0, 2.0)
 
 
 def test_plots(tmp_path):
