@@ -177,6 +177,7 @@ CALLS = (
     Call("float32, siso, segments", dtype="float32", rank=1, options="zDs", seq=500, segments=3, rotary="half",
          **_MODEL),
     Call("float32, default", dtype="float32", precision="default", **_MODEL),
+    Call("tf32", dtype="float32", precision="default", **_MODEL),
     Call("float32, state 256", dtype="float32", state=256, head_dim=64, pairs=64, groups=1),
     Call("wgmma, rank 8", rank=8, **_MODEL),
     Call("wgmma, rank 16, ranks kept", rank=16, options="rzD", **_MODEL),

@@ -19,7 +19,7 @@ def _forward_values(p: Problem) -> Mapping[str, Sequence[Any]]:
     return {
         "segments": sorted(n for n in some if 1 <= n <= most),
         "blocks": () if start.pipeline else (1, 2, 3),
-        "teams": (4, 5) if start.pipeline else (),
+        "teams": (4, 5) if start.pipeline and p.dtype == "bfloat16" else (),
         "pieces": (1, 2, 4) if start.pipeline and start.segments > 1 else (),
     }
 

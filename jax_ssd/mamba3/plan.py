@@ -16,12 +16,13 @@ from jax_ssd.mamba3.problem import Problem
 from jax_ssd.plans import MAX_SHARED_MEMORY, MULTIPROCESSORS, ArrayArg, Buffer, Launch, Plan, ScalarArg
 from jax_ssd.specs import CudaKernel
 
-FILE, PIPELINE = "mamba3_forward.cu", "mamba3_pipeline.cu"
+FILE, PIPELINE, TF32 = "mamba3_forward.cu", "mamba3_pipeline.cu", "mamba3_tf32.cu"
 VALUE = {"bfloat16": "__nv_bfloat16", "float32": "float"}
 LARGEST_HEAD_DIM = 128  # a row tile of 16 columns for each of eight warps
 LARGEST_STATE = 256  # what the registers of eight warps hold of such a head's state
 PIPELINE_STATES = (64, 128)
 PIPELINE_ROWS, PIPELINE_RANK = 64, 16
+TF32_STATE, TF32_RANK = 128, 4
 TURNS_AROUND = 3  # chunks that a block of the pipeline is under way before the first and after the last
 ENDS_COST = 0.5  # of a segment's walk to its end, where a whole walk is 1
 BLOCK_BYTES = 1024  # of shared memory that each block takes beside its own
@@ -36,8 +37,9 @@ class Tiles:
 
     rows: tokens x ranks of a chunk's matrices, 16, 32 or 64. tokens: of a chunk. segments: into how many each row is
     cut. blocks: per multiprocessor, which bounds the registers. teams: of four warps in a block. pipeline: by
-    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams; else by
-    mamba3_forward.cu, with one or two teams. pieces: of a segment, whose ends are walked to by blocks of their own.
+    mamba3_pipeline.cu for sm_90, with 64 rows, one block per multiprocessor and four or five teams, or for float32 by
+    mamba3_tf32.cu with four; else by mamba3_forward.cu, with one or two teams. pieces: of a segment, whose ends are
+    walked to by blocks of their own.
     """
 
     rows: int
@@ -124,8 +126,17 @@ def tiles(problem: Problem, archs: Sequence[str] | None = None) -> Tiles:
 
 
 def _fits_pipeline(problem: Problem) -> bool:
+    """Of the problem's type: mamba3_pipeline.cu or mamba3_tf32.cu."""
     p = problem
     tokens = _tokens(p, PIPELINE_ROWS)
+    if p.dtype == "float32":
+        return (
+            p.precision == "default"
+            and (p.state, p.rank) == (TF32_STATE, TF32_RANK)
+            and p.head_dim <= 64
+            and tokens * p.rank == PIPELINE_ROWS
+            and tf32_memory(p, False) <= MAX_SHARED_MEMORY["sm_90"]
+        )
     return (
         p.dtype == "bfloat16"
         and p.state in PIPELINE_STATES
@@ -218,13 +229,25 @@ def pipeline_memory(problem: Problem, tokens: int, teams: int, ends: bool) -> in
     return tiles + sum(_up(4 * count, 16) for count in words) + 16
 
 
+def tf32_memory(problem: Problem, ends: bool) -> int:
+    """Bytes of shared memory of `mamba3_tf32`: `Tf32Shape` there."""
+    p = problem
+    tokens = PIPELINE_ROWS // p.rank
+    rows, across, values = 4 * PIPELINE_ROWS * p.state, p.state // 8 * (128 * tokens + 32), 4 * tokens * 64
+    table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
+    norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
+    words = (table, table, norms, *[weights] * 4, given, given, p.rank * p.head_dim, p.pairs, *[tokens + 1] * 4)
+    tiles = 2 * (across + values) + (0 if ends else 3 * rows + 4 * PIPELINE_ROWS**2 + 8 * p.rank * 64)
+    return tiles + sum(_up(4 * count, 16) for count in words) + 16
+
+
 class _Forward:
     """What the launches of a forward plan have in common."""
 
     def __init__(self, problem: Problem, config: Tiles):
         p = self.problem = problem
         self.config = config
-        if config.pipeline and not _fits_pipeline(p):
+        if config.pipeline and (not _fits_pipeline(p) or (p.dtype == "float32" and config.teams != 4)):
             raise ValueError("Tiles.pipeline: the pipeline does not serve these sizes.")
         if config.tokens * p.rank > config.rows:
             raise ValueError(f"Tiles: {config.tokens} tokens of rank {p.rank} are more than {config.rows} rows.")
@@ -288,13 +311,17 @@ class _Forward:
     def pipeline(self, programs: int, ends: bool) -> Launch:
         p, c = self.problem, self.config
         teams = 4 if ends else c.teams
-        name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {teams}, {self.options()}, {_bool(ends)}>"
-        kernel = CudaKernel(PIPELINE, name, arch_specific=True, archs=("sm_90",))
+        if p.dtype == "float32":
+            file, name = TF32, f"jax_ssd::mamba3_tf32<{self.sizes()}, {self.options()}, {_bool(ends)}>"
+            memory = tf32_memory(p, ends)
+        else:
+            file = PIPELINE
+            name = f"jax_ssd::mamba3_pipeline<{self.sizes()}, {c.tokens}, {teams}, {self.options()}, {_bool(ends)}>"
+            memory = pipeline_memory(p, c.tokens, teams, ends)
+        kernel = CudaKernel(file, name, arch_specific=True, archs=("sm_90",))
         numbers = (p.seq, self.segments, self.segment_tokens, self.pieces, self.piece_tokens, p.sequences)
         arguments = self.arguments(FORWARD_NAMES, numbers, ScalarArg(p.norm_eps, "float32"))
-        return Launch(
-            kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), pipeline_memory(p, c.tokens, teams, ends)
-        )
+        return Launch(kernel, (programs, 1, 1), arguments, (128 * teams, 1, 1), memory)
 
     def sizes(self) -> str:
         """The C++ type of the same name."""

@@ -7,10 +7,17 @@
 namespace emulator {
 
 struct Bfloat16 {
+  static constexpr int BYTES = 2;
   static float value(unsigned bits) { return bfloat16_value(bits); }
 };
 struct Half {
+  static constexpr int BYTES = 2;
   static float value(unsigned bits) { return half_value(bits); }
+};
+// The low 13 bits of an operand are not looked at.
+struct Tf32 {
+  static constexpr int BYTES = 4;
+  static float value(unsigned bits) { return bits_as<float>(bits & 0xFFFFE000u); }
 };
 
 // d (16 x 8) += a (16 x 16) b (16 x 8), 16-bit numbers in pairs.
@@ -45,7 +52,7 @@ void mma_16(const char* what, float& d0, float& d1, float& d2, float& d3, const 
   d0 = own.d[0], d1 = own.d[1], d2 = own.d[2], d3 = own.d[3];
 }
 
-// d (16 x 8) += a (16 x 8) b (8 x 8) in TF32: the low 13 bits of an operand are not looked at.
+// d (16 x 8) += a (16 x 8) b (8 x 8) in TF32.
 inline void mma_tf32(const char* what, float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4],
                      const unsigned (&b)[2], const float (&c)[4]) {
   struct Operands {
@@ -54,11 +61,10 @@ inline void mma_tf32(const char* what, float& d0, float& d1, float& d2, float& d
   } own;
   memcpy(own.a, a, sizeof a), memcpy(own.b, b, sizeof b), memcpy(own.d, c, sizeof c);
   meet_warp(what, ~0u, own, [](Operands** all) {
-    const auto cut = [](unsigned bits) { return bits_as<float>(bits & 0xFFFFE000u); };
     float a[16][8], b[8][8];
     for (int lane = 0; lane < WARP; ++lane) {
-      for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = cut(all[lane]->a[i]);
-      for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = cut(all[lane]->b[i]);
+      for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = Tf32::value(all[lane]->a[i]);
+      for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = Tf32::value(all[lane]->b[i]);
     }
     for (int lane = 0; lane < WARP; ++lane) {
       for (int i = 0; i < 4; ++i) {
@@ -72,32 +78,43 @@ inline void mma_tf32(const char* what, float& d0, float& d1, float& d2, float& d
   d0 = own.d[0], d1 = own.d[1], d2 = own.d[2], d3 = own.d[3];
 }
 
-// A matrix descriptor of wgmma: an operand of 16-bit numbers in shared memory, swizzled by 128 bytes. `along`: the
-// summed dimension (K) runs along the rows of 128 bytes ("K-major"), else the other one (M or N) does.
+// A matrix descriptor of wgmma: an operand in shared memory, swizzled by 128 bytes or not at all. `along`: the summed
+// dimension (K) runs along the rows ("K-major"), else the other one (M or N) does.
 struct Descriptor {
-  unsigned start, leading, stride;
+  unsigned start, leading, stride, layout;
   explicit Descriptor(uint64_t bits)
-      : start((bits & 0x3FFF) << 4), leading((bits >> 16 & 0x3FFF) << 4), stride((bits >> 32 & 0x3FFF) << 4) {
-    if (bits >> 62 != 1)
-      fail_f("wgmma: only operands with a swizzle of 128 bytes are emulated, got layout %u", unsigned(bits >> 62));
+      : start((bits & 0x3FFF) << 4),
+        leading((bits >> 16 & 0x3FFF) << 4),
+        stride((bits >> 32 & 0x3FFF) << 4),
+        layout(bits >> 62) {
+    if (layout > 1) fail_f("wgmma: only swizzles of 128 bytes or none are emulated, got layout %u", layout);
     if (bits >> 49 & 7) fail_f("wgmma: only a base offset of 0 is emulated, got %u", unsigned(bits >> 49 & 7));
   }
-  // Of element (m or n, k); the swizzle works on bits of the address itself.
-  unsigned address(int mn, int k, bool along) const {
-    const unsigned at = along ? start + mn / 8 * stride + mn % 8 * 128 + k * 2
+  // Of element (m or n, k), `bytes` each; the swizzle works on bits of the address itself.
+  unsigned address(int mn, int k, bool along, int bytes) const {
+    if (layout == 0) {
+      if (!along) fail("wgmma: without a swizzle only operands along the summed dimension are emulated");
+      return start + mn / 8 * stride + mn % 8 * 16 + k * bytes / 16 * leading + k * bytes % 16;
+    }
+    if (!along && bytes != 2) fail("wgmma: only operands of 16 bits run across the summed dimension");
+    const unsigned at = along ? start + mn / 8 * stride + mn % 8 * 128 + k * bytes
                               : start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2;
     return at ^ (at >> 3 & 0x70);
   }
 };
 
 template <class Format>
-std::vector<float> read_operand(uint64_t bits, int size, bool along) {  // [16][size]
+constexpr int DEPTH = 32 / Format::BYTES;  // of a product, in numbers
+
+template <class Format>
+std::vector<float> read_operand(uint64_t bits, int size, bool along) {  // [depth][size]
   const Descriptor descriptor(bits);
-  std::vector<float> result(16 * size);
+  std::vector<float> result(DEPTH<Format> * size);
   for (int mn = 0; mn < size; ++mn) {
-    for (int k = 0; k < 16; ++k) {
-      unsigned short value;
-      memcpy(&value, async_shared(descriptor.address(mn, k, along), 2, 2), 2);
+    for (int k = 0; k < DEPTH<Format>; ++k) {
+      unsigned value = 0;
+      memcpy(&value, async_shared(descriptor.address(mn, k, along, Format::BYTES), Format::BYTES, Format::BYTES),
+             Format::BYTES);
       result[k * size + mn] = Format::value(value);
     }
   }
@@ -143,12 +160,16 @@ void wgmma(int columns, bool a_in_registers, bool a_along, bool b_along, WgmmaOp
     ++accumulator->users;
     std::vector<float> registers;
     if (a_in_registers) {
-      registers.resize(16 * 64);
+      registers.resize(DEPTH<Format> * 64);
       for (int t = 0; t < WARPGROUP; ++t) {
         for (int i = 0; i < 4; ++i) {
+          const int row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, first = i / 2 * (DEPTH<Format> / 2);
+          if (Format::BYTES == 4) {
+            registers[(first + t % 4) * 64 + row] = Format::value(all[t]->a[i]);
+            continue;
+          }
           for (int e = 0; e < 2; ++e) {
-            const int row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = t % 4 * 2 + i / 2 * 8 + e;
-            registers[k * 64 + row] = Format::value(all[t]->a[i] >> (16 * e) & 0xFFFF);
+            registers[(first + t % 4 * 2 + e) * 64 + row] = Format::value(all[t]->a[i] >> (16 * e) & 0xFFFF);
           }
         }
       }
@@ -160,7 +181,7 @@ void wgmma(int columns, bool a_in_registers, bool a_along, bool b_along, WgmmaOp
       const std::vector<float> b = read_operand<Format>(b_bits, columns, b_along);
       for (int row = 0; row < 64; ++row) {
         float sums[256] = {};
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < DEPTH<Format>; ++k) {
           const float factor = a[k * 64 + row];
           for (int n = 0; n < columns; ++n) sums[n] += factor * b[k * columns + n];
         }

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_MACROS = Path(__file__).with_name("wgmma.cuh")
+# Headers that put their instructions together by macros, from which line on they are replaced by the file of the name.
+_MACROS = {
+    "wgmma.cuh": "template <typename T, int N>\nstruct Wgmma;",
+    "wgmma_tf32.cuh": "template <int N>\nstruct WgmmaTf32;",
+}
 _TYPE = r"((?:(?:unsigned|signed|long|short|int|char)\s+)+|[\w:]+\s+)"
 _ALIGN = r"(?:__align__\((\d+)\)\s*)?"
 _DYNAMIC = re.compile(rf"\bextern\s+__shared__\s+{_ALIGN}{_TYPE}(\w+)\[\];")
@@ -14,11 +18,11 @@ _SHARED = re.compile(rf"\b__shared__\s+{_ALIGN}{_TYPE}([^;]+);")
 
 def translated(name: str, text: str) -> str:
     """The text of a kernel source or header as C++."""
-    if name == "wgmma.cuh":  # its instructions are put together by macros
-        head, found, _ = text.partition("template <typename T, int N>\nstruct Wgmma;")
+    if name in _MACROS:
+        head, found, _ = text.partition(_MACROS[name])
         if not found:
-            raise ValueError("wgmma.cuh declares no `template <typename T, int N> struct Wgmma`")
-        text = head + _MACROS.read_text()
+            raise ValueError(f"{name} does not declare {_MACROS[name]!r}")
+        text = head + Path(__file__).with_name(name).read_text()
     text = _DYNAMIC.sub(r"\2* const \3 = reinterpret_cast<\2*>(emulator::dynamic_shared());", text)
     text = _SHARED.sub(_static_shared, text)
     parts, end = [], 0
