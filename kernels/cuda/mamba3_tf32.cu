@@ -31,9 +31,6 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
   return (descriptor & 0xffffffff00000000ull) | low;
 }
 
-// v sigmoid(v) by the hardware's exponential, within a few roundings.
-__device__ __forceinline__ float silu_fast(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
-
 // Four neighbouring coordinates of a key or query in two pairs, of all that are: a unit. If pairs are (i, i + State /
 // 2), a unit's are in both halves; matrices have them side by side.
 template <class S>
@@ -169,7 +166,7 @@ struct RankStage {
     const unsigned column = across + H::Across::at(unit(), 0, first);
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      float2 sine, cosine;
+      float2 sine = make_float2(0.0f, 0.0f), cosine = make_float2(1.0f, 1.0f);  // of coordinates in no pair
       if (2 * unit() < S::kPairs) {
         const int at = H::Table::place(token(own), 2 * unit());
         sine = *reinterpret_cast<const float2*>(table.sine + at);
@@ -182,7 +179,7 @@ struct RankStage {
         float x[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = raw[own % 2][rank][e] + bias[rank][e];
-        if (2 * unit() < S::kPairs) Unit::rotate_by(x, sine, cosine);
+        Unit::rotate_by(x, sine, cosine);
         if (Across && token(own) == last) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) last_key[rank * S::kState + Unit::coordinate(unit(), e)] = x[e];
@@ -221,7 +218,7 @@ template <class H>
 struct ValueCheck {
   using S = typename H::S;
   float4 raw[2];
-  float most[4] = {};  // of the weights by which values are multiplied
+  float most[4] = {};  // of the weights by which values are multiplied, and the factor that rounding needs
   const float* from;   // of the next chunk
 
   static __device__ __forceinline__ int token(int own) { return threadIdx.x % 128 / 16 + 8 * own; }
@@ -235,7 +232,7 @@ struct ValueCheck {
       float weights[4];
       load_values(weights, mimo_v + rank * S::kHeadDim + column());
 #pragma unroll
-      for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(weights[e]));
+      for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(2.0f * TF32_SHIFT * weights[e]));
     }
   }
 
@@ -259,7 +256,7 @@ struct ValueCheck {
       const float x[4] = {raw[own].x, raw[own].y, raw[own].z, raw[own].w};
       float probe = 0.0f;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) probe = fmaf(x[e] * most[e], 0.0f, fmaf(x[e], 0.0f, probe));
+      for (int e = 0; e < 4; ++e) probe = fmaf(x[e] * most[e], 0.0f, probe);
       const bool finite = probe == 0.0f;
       if (!finite) spoil(token(own));
       *reinterpret_cast<float4*>(values + token(own) * H::kColumns + column()) =
@@ -277,7 +274,8 @@ struct FoldStage {
   using Order = RowOrder<S::kRank>;
   static constexpr bool kKeeps = !O::kFolds;  // the ranks
   static constexpr int kLine = S::kHeads * S::kHeadDim, kToken = (kKeeps ? S::kRank : 1) * kLine;
-  // By which outputs and gates are multiplied, [scale, opening][rank][column], in shared memory: registers are few.
+  // By what outputs and gates are multiplied, [scale, exponent][rank][column], in shared memory: registers are few.
+  // With gates y = sum of o z scale / (1 + exp2(z exponent)).
   const float* factors;  // at the thread's column
   float2 gates[Order::kOwn];
   const float* z;  // of the next chunk to load, and to store
@@ -295,8 +293,9 @@ struct FoldStage {
       const int p = i % H::kColumns, ranked = i / H::kColumns * S::kHeadDim + p;
       if (p >= S::kHeadDim) continue;  // zero
       const float norm = O::kNorm ? norm_weight[p] : 1.0f;
-      factors[i] = O::kFolds ? norm * mimo_o[ranked] : norm;
-      if constexpr (O::kGate) factors[S::kRank * H::kColumns + i] = mimo_z[ranked];
+      const float scale = O::kFolds ? norm * mimo_o[ranked] : norm;
+      factors[i] = O::kGate ? scale * mimo_z[ranked] : scale;
+      if constexpr (O::kGate) factors[S::kRank * H::kColumns + i] = -LOG2E * mimo_z[ranked];
     }
   }
 
@@ -315,16 +314,22 @@ struct FoldStage {
     }
   }
 
-  // What the outputs are multiplied by.
+  // What the outputs are multiplied by. Gates are opened by the hardware's exponential and reciprocal, within a few
+  // roundings.
   __device__ __forceinline__ void make_gates(float (&by)[32]) const {
 #pragma unroll
     for (int rank = 0; rank < S::kRank; ++rank) {
       const float2 scale = *reinterpret_cast<const float2*>(factors + rank * H::kColumns);
-      const float2 opening = *reinterpret_cast<const float2*>(factors + (S::kRank + rank) * H::kColumns);
+      const float2 exponent = *reinterpret_cast<const float2*>(factors + (S::kRank + rank) * H::kColumns);
 #pragma unroll
       for (int i = 0; i < Order::kOwn; ++i) {
-        by[place(i, rank, 0)] = O::kGate ? scale.x * silu_fast(gates[i].x * opening.x) : scale.x;
-        by[place(i, rank, 1)] = O::kGate ? scale.y * silu_fast(gates[i].y * opening.y) : scale.y;
+        float2 gate = make_float2(1.0f, 1.0f);
+        if constexpr (O::kGate) {
+          gate.x = gates[i].x * rcp_fast(1.0f + exp2_fast(gates[i].x * exponent.x));
+          gate.y = gates[i].y * rcp_fast(1.0f + exp2_fast(gates[i].y * exponent.y));
+        }
+        by[place(i, rank, 0)] = scale.x * gate.x;
+        by[place(i, rank, 1)] = scale.y * gate.y;
       }
     }
   }
@@ -521,6 +526,7 @@ struct Tf32Walk {
     const int thread = threadIdx.x % 128, warp = thread / 32, row = warp * 16 + thread % 32 / 4, lane = thread % 4;
     const int late = Order::token(row);  // of both rows
     const float sum = w.sum[late], rest = w.rest[late], gamma = w.gamma[late];
+    const float skips[2] = {row % 8 == 2 * lane ? skip : 0.0f, row % 8 == 2 * lane + 1 ? skip : 0.0f};
 #pragma unroll
     for (int i = 0; i < Order::kOwn; ++i) {
       const int early = Order::own_token(i);
@@ -532,8 +538,8 @@ struct Tf32Walk {
 #pragma unroll
         for (int rank = 0; rank < 4; ++rank) {
           const int j = 2 * i + rank / 2, b = rank % 2;
-          const bool diagonal = warp == i && rank / 2 == half && row % 8 == 2 * lane + b;
-          const float x = m[4 * j + 2 * half + b] * by + (diagonal ? skip : 0.0f);
+          float x = m[4 * j + 2 * half + b] * by;
+          if (O::kSkip && rank / 2 == half) x += warp == i ? skips[b] : 0.0f;
           words[rank] = early <= late ? tf32(x) : 0u;
         }
         store_shared(scores() + H::Scores::piece(row + 8 * half, early), words[0], words[1], words[2], words[3]);
