@@ -4,6 +4,7 @@
 #include "shared_memory.cuh"
 #include "values.cuh"
 #include "wgmma.cuh"
+#include "wgmma_tf32.cuh"
 
 using namespace jax_ssd;
 
@@ -114,6 +115,42 @@ __global__ void warpgroup_product(const __grid_constant__ TensorMap a, const __g
   pin(s);
   for (int i = 0; i < N / 2; ++i) d[(row + i % 4 / 2 * 8) * N + i / 4 * 8 + pair + i % 2] = s[i];
   if (!Wait) wgmma_wait<0>();
+}
+
+// d [64][N] = a b' in TF32, a [64][32] in swizzled rows or registers, b [N][32] in pieces.
+template <int N, bool InRegisters>
+__global__ void warpgroup_product_tf32(const float* a, const float* b, float* d) {
+  constexpr int PIECES = N * 16 + 48, EIGHTS = 128;  // from column to column by fours, from eight rows to the next
+  __shared__ __align__(1024) unsigned char a_memory[64 * 128], b_memory[8 * PIECES];
+  for (int i = threadIdx.x; i < 64 * 32; i += 128) {
+    *reinterpret_cast<float*>(a_memory + swizzled(i / 32, i % 32 / 4) + i % 4 * 4) = a[i];
+  }
+  for (int i = threadIdx.x; i < N * 32; i += 128) {
+    const int row = i / 32, column = i % 32;
+    *reinterpret_cast<float*>(b_memory + column / 4 * PIECES + row / 8 * EIGHTS + row % 8 * 16 + column % 4 * 4) = b[i];
+  }
+  fence_async_proxy();
+  __syncthreads();
+  float s[N / 2];
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4;
+  const unsigned long long a_rows = row_descriptor(shared_address(a_memory)),
+                           b_pieces = piece_descriptor(shared_address(b_memory), PIECES, EIGHTS);
+  unsigned x[4][4];
+  for (int i = 0; i < 16; ++i) {
+    x[i / 4][i % 4] = __float_as_uint(a[(row + i % 2 * 8) * 32 + i / 4 * 8 + i % 4 / 2 * 4 + column]);
+  }
+  wgmma_fence();
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (InRegisters) {
+      WgmmaTf32<N>::registers(s, x[k], advanced(b_pieces, 2 * k * PIECES), k > 0);
+    } else {
+      WgmmaTf32<N>::shared(s, advanced(a_rows, k * 32), advanced(b_pieces, 2 * k * PIECES), k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s);
+  for (int i = 0; i < N / 2; ++i) d[(row + i % 4 / 2 * 8) * N + i / 4 * 8 + 2 * column + i % 2] = s[i];
 }
 
 // A box [1][4][1][64] of x [2][6][2][64] from (0, token, head, batch) to y, at the same place, plus one. Without a

@@ -143,6 +143,7 @@ def errors(results, truth) -> dict[str, float]:
 _MODEL: dict[str, Any] = {"head_dim": 64, "state": 128, "pairs": 32, "groups": 1}
 _ALL_PAIRS: dict[str, Any] = _MODEL | {"pairs": 64}
 _NARROW: dict[str, Any] = _MODEL | {"head_dim": 40, "pairs": 5}
+_TF32: dict[str, Any] = _MODEL | {"dtype": "float32", "precision": "default"}
 CALLS = (
     Call("all options"),
     Call("half, odd pairs", rotary="half", pairs=5),
@@ -176,8 +177,16 @@ CALLS = (
     Call("float32, model", dtype="float32", **_MODEL),
     Call("float32, siso, segments", dtype="float32", rank=1, options="zDs", seq=500, segments=3, rotary="half",
          **_MODEL),
-    Call("float32, default", dtype="float32", precision="default", **_MODEL),
-    Call("tf32", dtype="float32", precision="default", **_MODEL),
+    Call("float32, default", dtype="float32", precision="default", pairs=32),
+    Call("float32, default, portable", portable=True, **_TF32),
+    Call("tf32", **_TF32),
+    Call("tf32, half, ranks kept", rotary="half", options="rzDn", seq=101, **_TF32),
+    Call("tf32, head_dim 40", options="rfDs", seq=37, **_TF32 | _NARROW),
+    Call("tf32, no options", options="rf", seq=129, **_TF32),
+    Call("tf32, one token", seq=1, **_TF32),
+    Call("tf32, segments", seq=300, segments=4, rotary="half", **_TF32 | _ALL_PAIRS),
+    Call("tf32, packed", batch=1, seq=300, segments=3, pieces=2, cu_seqlens=(0, 0, 30, 31, 31, 128, 192, 290, 300, 300),
+         **_TF32),
     Call("float32, state 256", dtype="float32", state=256, head_dim=64, pairs=64, groups=1),
     Call("wgmma, rank 8", rank=8, **_MODEL),
     Call("wgmma, rank 16, ranks kept", rank=16, options="rzD", **_MODEL),
@@ -194,4 +203,9 @@ POISONED = (
     Call("dt", poison=("dt", (0, 1, 50)), **_MODEL),
     Call("adt, segments", seq=300, segments=3, poison=("adt", (0, 1, 50)), **_MODEL),
     Call("trap, siso", rank=1, options="D", poison=("trap", (0, 1, 50)), **_MODEL),
+    Call("k, tf32", poison=("k", (0, 50, 1, 0, 3)), **_TF32),
+    Call("v, tf32", poison=("v", (0, 50, 1, 3)), **_TF32),
+    Call("angles, tf32", poison=("angles", (0, 50, 1, 2)), **_TF32),
+    Call("q, tf32", poison=("q", (0, 50, 1, 0, 3)), **_TF32),
+    Call("adt, tf32, segments", seq=300, segments=3, poison=("adt", (0, 1, 50)), **_TF32),
 )

@@ -42,6 +42,7 @@ EXPRESSIONS = (
     *("collectives", "tiles", "warp_product<__nv_bfloat16>", "warp_product<__half>", "warp_product_tf32"),
     *(warpgroup_product(*product, *form) for product in PRODUCTS for form in FORMS),
     warpgroup_product("__nv_bfloat16", 64, "rows", False, wait=False),
+    *(f"warpgroup_product_tf32<{size}, {form}>" for size in (64, 128) for form in ("true", "false")),
     *(
         "through_shared_memory<true>",
         "through_shared_memory<false>",
@@ -184,6 +185,16 @@ def test_products_of_a_warpgroup(run, kind, size, a_form, columns_b):
     )["d"]
     a, b = a.astype(np.float64), b.astype(np.float64)
     np.testing.assert_allclose(d, a @ b + a[:, :16] @ b[:16], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_registers", ["true", "false"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_products_of_a_warpgroup_in_tf32(run, size, in_registers):
+    a, b = _normal(64, 32), _normal(size, 32, seed=1)
+    expression = f"warpgroup_product_tf32<{size}, {in_registers}>"
+    d = run(expression, threads=128, a=a, b=b, d=((64, size), "float32"))["d"]
+    a, b = ((x.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b))
+    np.testing.assert_allclose(d, a @ b.T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_product_that_is_not_awaited_is_nan(run):

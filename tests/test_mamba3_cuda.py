@@ -17,7 +17,10 @@ from tests.mamba3_calls import CALLS, POISONED, Call, errors
 
 pytestmark = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 # One of each kind: a compilation takes seconds. tests/gpu/test_mamba3.py runs them all.
-EMULATED = ("half, odd pairs", "wgmma", "siso", "rank 2, small", "packed, segments", "float32")
+EMULATED = (
+    *("half, odd pairs", "wgmma", "siso", "rank 2, small", "packed, segments", "float32"),
+    *("tf32", "tf32, half, ranks kept", "tf32, head_dim 40", "tf32, packed"),
+)
 
 
 def planned(call: Call):
@@ -41,7 +44,7 @@ def test_agrees_with_float64(call):
     assert max(found["angle"], found["k"], found["v"]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["packed, segments", "float32"])
+@pytest.mark.parametrize("name", ["packed, segments", "float32", "tf32, packed"])
 def test_the_order_of_threads_and_blocks_moves_no_bit(name):
     (call,) = (dataclasses.replace(call, batch=1, heads=2, groups=1) for call in CALLS if call.name == name)
     made, operands = planned(call), call.operands()
@@ -50,8 +53,9 @@ def test_the_order_of_threads_and_blocks_moves_no_bit(name):
         np.testing.assert_array_equal(first[buffer.name].view(np.uint8), other[buffer.name].view(np.uint8))
 
 
-def test_a_nan_stays_with_its_head_and_the_tokens_after_it():
-    call = dataclasses.replace(POISONED[0], heads=2)
+@pytest.mark.parametrize("name", ["k", "k, tf32", "v, tf32", "angles, tf32", "q, tf32"])
+def test_a_nan_stays_with_its_head_and_the_tokens_after_it(name):
+    (call,) = (dataclasses.replace(call, heads=2) for call in POISONED if call.name == name)
     y = emulated(call)[0]
     np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), np.isnan(call.truth()[0]))
 

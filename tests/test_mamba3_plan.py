@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from jax_ssd.specs import CudaKernel
 from tests.compilation import compile_plan
 
 ALL = ("mimo_v", "mimo_o", "z", "mimo_z", "D", "norm_weight")
+TF32: dict[str, Any] = {"dtype": "float32", "precision": "default"}
 
 
 def problem(
@@ -54,14 +56,17 @@ def problem(
 
 
 @pytest.mark.parametrize(
-    ("archs", "heads", "kernels", "segments"),
+    ("archs", "changes", "kernels", "segments"),
     [
-        (["sm_90"], 8, ("mamba3_pipeline", "mamba3_pipeline"), 4),
-        (["sm_90", "sm_100"], 32, ("mamba3_segment_ends", "mamba3_forward"), 3),
+        (["sm_90"], {"heads": 8}, ("mamba3_pipeline", "mamba3_pipeline"), 4),
+        (["sm_90", "sm_100"], {"heads": 32}, ("mamba3_segment_ends", "mamba3_forward"), 3),
+        (["sm_90"], {"heads": 8, **TF32}, ("mamba3_tf32", "mamba3_tf32"), 4),
+        (["sm_90", "sm_100"], {"heads": 8, **TF32}, ("mamba3_segment_ends", "mamba3_forward"), 4),
     ],
 )
-def test_sizes_of_the_plan(archs, heads, kernels, segments):
-    made = plan.forward(problem(batch=4, seq=2048, heads=heads, groups=1, final=True), archs=archs)
+def test_sizes_of_the_plan(archs, changes, kernels, segments):
+    made = plan.forward(problem(batch=4, seq=2048, groups=1, final=True, **changes), archs=archs)
+    heads = changes["heads"]
     made.check("sm_90")
     assert [launch.name.split("<")[0] for launch in made.launches] == [f"jax_ssd::{kernel}" for kernel in kernels]
     ends, forward = made.launches
@@ -73,6 +78,14 @@ def test_sizes_of_the_plan(archs, heads, kernels, segments):
     assert shapes["final_ssm"] == (4, 1, heads, 64, 128)
     assert shapes["ends"] == (4, heads, segments - 1, 64, 128)
     assert shapes["phases"] == (4, heads, segments - 1, 2, 32)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "highest"}, {"rank": 2}, {"state": 64}, {"head_dim": 72}, {"chunk": 8}]
+)
+def test_what_the_tf32_kernel_does_not_serve(changes):
+    made = plan.forward(problem(**TF32 | changes), archs=["sm_90"])
+    assert [launch.name.split("<")[0] for launch in made.launches] == ["jax_ssd::mamba3_forward"]
 
 
 def test_a_full_grid_is_one_launch():
@@ -154,6 +167,8 @@ def test_tiles_that_contradict_themselves():
         plan.Tiles(64, 16, 2, 1, 1, False, pieces=2)
     with pytest.raises(ValueError, match="does not serve"):
         plan.forward(problem(dtype="float32"), plan.Tiles(64, 16, 1, 1, 4, True), ["sm_90"])
+    with pytest.raises(ValueError, match="does not serve"):
+        plan.forward(problem(**TF32), plan.Tiles(64, 16, 1, 1, 5, True), ["sm_90"])
     with pytest.raises(ValueError, match="more than 16 rows"):
         plan.forward(problem(), plan.Tiles(16, 8, 1, 1, 1, False), ["sm_90"])
 
@@ -161,6 +176,7 @@ def test_tiles_that_contradict_themselves():
 COMPILED = {
     "portable": ("sm_80", {}),
     "wgmma": ("sm_90", {"states": True, "final": True}),
+    "tf32": ("sm_90", {**TF32, "states": True, "final": True}),
     "float32": ("sm_90", {"dtype": "float32", "rotary": "half", "head_dim": 16, "state": 24, "pairs": 5}),
     "siso, packed": ("sm_120", {"rank": 1, "given": ("D", "z"), "sequences": 3, "states": True, "final": True}),
     "rank 8": ("sm_100", {"head_dim": 128, "state": 64, "rank": 8, "given": ("mimo_v", "norm_weight")}),

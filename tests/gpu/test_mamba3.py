@@ -37,7 +37,7 @@ def test_a_nan_stays_with_its_head_and_the_tokens_after_it(call):
     np.testing.assert_array_equal(np.isnan(y), np.isnan(call.truth()[0]))
 
 
-@pytest.mark.parametrize("name", ["wgmma", "packed, segments", "float32"])
+@pytest.mark.parametrize("name", ["wgmma", "packed, segments", "float32", "tf32, packed"])
 def test_calls_give_the_same_bits(name):
     (call,) = (call for call in CALLS if call.name == name)
     first = results(call)
