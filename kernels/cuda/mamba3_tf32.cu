@@ -4,8 +4,8 @@
 //   warpgroup 0   multiplies queries with keys and weighs these scores; makes rotations of the second next chunk
 //   warpgroup 1   has the state in accumulators, columns of the head in rows: multiplies it with queries, walks it over
 //                 the chunk, adds values with weighted scores, gates and folds the output
-//   warpgroup 2   biases and rotates keys of the next chunk; makes the schedule of the second next one
-//   warpgroup 3   biases and rotates queries, and looks at values, of the next chunk
+//   warpgroup 2   biases and rotates keys of the next chunk
+//   warpgroup 3   the same with queries; makes the schedule of the second next chunk
 // All meet once per chunk, at a barrier. What one hands to another in the next turn lies in shared memory twice; keys
 // as scores read them once: they are overwritten when the scores are there. To the ends of segments the same block
 // walks without queries, scores and output, and two warpgroups have the keys.
@@ -86,7 +86,7 @@ struct Tf32Shape {
   using S = S_;
   using O = O_;
   static constexpr bool kEnds = Ends;
-  static constexpr int kTokens = 16, kRows = 64, kColumns = 64, kThreads = 512;
+  static constexpr int kTokens = 16, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
   static constexpr int kHolders = 128, kSizeState = S::kState / 2;  // see `Part`
   using Rows = RowMatrix<S::kState>;
   using Scores = RowMatrix<kRows>;
@@ -128,22 +128,22 @@ struct Part<S, Tf32Shape<S, O, Ends>> {
 };
 
 // What a thread stages of keys or queries: a unit of all ranks of several tokens. A warp has a token, its tokens are
-// kWarps apart. Rows are loaded a turn ahead, those of the first two tokens; then, as soon as one is staged, those of
-// the token after the next.
+// kWarps apart. The first one's rows are loaded a turn ahead, the others' when the one before is on its way. The loop
+// over tokens stays rolled, and keys and queries take the same program: instructions would be waited for.
 template <class H>
 struct RankStage {
   using S = typename H::S;
   using Unit = Four<S>;
   // To the ends of segments all stagers have keys; else half of them have queries.
-  static constexpr int kThreads = H::kEnds ? 256 : 128, kWarps = kThreads / 32, kOwn = H::kTokens / kWarps;
+  static constexpr int kThreads = H::kEnds ? H::kStagers : H::kStagers / 2, kWarps = kThreads / 32;
   static constexpr int kRow = S::kGroups * S::kState;
-  static_assert(Unit::kUnits == 32, "a unit for each lane");
+  static_assert(Unit::kUnits == 32 && kWarps % 4 == 0, "a unit for each lane");
   float bias[S::kRank][4];
-  float raw[2][S::kRank][4];
+  float raw[S::kRank][4];
   const float* from;  // the first row of the chunk that is loaded next
 
   static __device__ __forceinline__ int unit() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int token(int own) { return threadIdx.x % kThreads / 32 + own * kWarps; }
+  static __device__ __forceinline__ int first_token() { return threadIdx.x % kThreads / 32; }
 
   // biases: [rank][state] of the head. rows: [token][rank][groups][state], at the first token and the head's group.
   __device__ __forceinline__ RankStage(const float* biases, const float* rows) : from(rows) {
@@ -152,76 +152,79 @@ struct RankStage {
   }
 
   // The first rows of a chunk of `count` tokens, the next one that is stored.
-  __device__ __forceinline__ void begin(int count) { load(0, count), load(1, count); }
+  __device__ __forceinline__ void begin(int count) { load(first_token(), count); }
 
   // Rotates the rows of a chunk of `count` tokens, after which the next one can begin. rows: where they go as they are,
-  // across: transposed, and multiplied by `kept` of their tokens. last_key: where the keys of token `last` are written
-  // in float32 too.
-  template <bool Rows, bool Across>
-  __device__ __forceinline__ void store(unsigned rows, unsigned across, const float* kept,
+  // across: where keys go transposed, multiplied by `kept` of their tokens. last_key: where the keys of token `last`
+  // are written in float32 too.
+  __device__ __forceinline__ void store(bool keys, unsigned rows, unsigned across, const float* kept,
                                         const typename H::Table& table, int last, float* last_key, int count) {
-    const int first = token(0);
+    const int first = first_token();
     // Four tokens further a row is 16 further.
-    const unsigned row = rows + H::Rows::piece(first / 4 * 16 + first % 4 * 2, unit());
-    const unsigned column = across + H::Across::at(unit(), 0, first);
+    unsigned row = rows + H::Rows::piece(first / 4 * 16 + first % 4 * 2, unit());
+    unsigned column = across + H::Across::at(unit(), 0, first);
+#pragma unroll 1
+    for (int token = first; token < H::kTokens; token += kWarps) {
+      float x[S::kRank][4];
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
+      for (int rank = 0; rank < S::kRank; ++rank) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[rank][e] = raw[rank][e] + bias[rank][e];
+      }
+      if (token + kWarps < H::kTokens) load(token + kWarps, count);
       float2 sine = make_float2(0.0f, 0.0f), cosine = make_float2(1.0f, 1.0f);  // of coordinates in no pair
       if (2 * unit() < S::kPairs) {
-        const int at = H::Table::place(token(own), 2 * unit());
+        const int at = H::Table::place(token, 2 * unit());
         sine = *reinterpret_cast<const float2*>(table.sine + at);
         cosine = *reinterpret_cast<const float2*>(table.cosine + at);
       }
-      const float keep = Across ? kept[token(own)] : 0.0f;
-      unsigned columns[S::kRank][4];
 #pragma unroll
       for (int rank = 0; rank < S::kRank; ++rank) {
-        float x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = raw[own % 2][rank][e] + bias[rank][e];
-        Unit::rotate_by(x, sine, cosine);
-        if (Across && token(own) == last) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) last_key[rank * S::kState + Unit::coordinate(unit(), e)] = x[e];
-        }
-#pragma unroll
-        for (int e = 0; e < 4 && Across; ++e) columns[rank][e] = tf32(keep * x[e]);
-        if constexpr (Rows) {
+        Unit::rotate_by(x[rank], sine, cosine);
+        if constexpr (!H::kEnds) {
           // Of a neighbour below an even row the order of pieces differs in one bit.
-          const unsigned at = (row + own * (kWarps / 4) * 2048 + rank % 2 * 128 + rank / 2 * 1024) ^ rank % 2 * 16;
-          store_shared(at, tf32(x[0]), tf32(x[1]), tf32(x[2]), tf32(x[3]));
+          const unsigned at = (row + rank % 2 * 128 + rank / 2 * 1024) ^ rank % 2 * 16;
+          store_shared(at, tf32(x[rank][0]), tf32(x[rank][1]), tf32(x[rank][2]), tf32(x[rank][3]));
         }
       }
-      if constexpr (Across) {
+      if (keys) {
+        const float keep = kept[token];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          store_shared(column + own * kWarps * 128 + e * 32, columns[0][e], columns[1][e], columns[2][e],
-                       columns[3][e]);
+          store_shared(column + e * 32, tf32(keep * x[0][e]), tf32(keep * x[1][e]), tf32(keep * x[2][e]),
+                       tf32(keep * x[3][e]));
+        }
+        if (token == last) {
+#pragma unroll
+          for (int i = 0; i < 4 * S::kRank; ++i) {
+            last_key[i / 4 * S::kState + Unit::coordinate(unit(), i % 4)] = x[i / 4][i % 4];
+          }
         }
       }
-      if (own + 2 < kOwn) load(own + 2, count);
+      row += kWarps / 4 * 2048, column += kWarps * 128;
     }
     from += (long long)count * (S::kRank * kRow);
   }
 
  private:
   // A token beyond the chunk is its last one instead: it counts for nothing, and is finite if that is.
-  __device__ __forceinline__ void load(int own, int count) {
-    const float* rows = from + min(token(own), count - 1) * (S::kRank * kRow);
+  __device__ __forceinline__ void load(int token, int count) {
+    const float* rows = from + min(token, count - 1) * (S::kRank * kRow);
 #pragma unroll
-    for (int rank = 0; rank < S::kRank; ++rank) Unit::load(raw[own % 2][rank], rows + rank * kRow, unit());
+    for (int rank = 0; rank < S::kRank; ++rank) Unit::load(raw[rank], rows + rank * kRow, unit());
   }
 };
 
-// What a thread of a warpgroup looks at of values: four columns of two tokens, eight apart.
+// What a stager looks at of values: four columns of a token.
 template <class H>
 struct ValueCheck {
   using S = typename H::S;
-  float4 raw[2];
-  float most[4] = {};  // of the weights by which values are multiplied, and the factor that rounding needs
+  static_assert(H::kStagers == H::kTokens * H::kColumns / 4, "all values");
+  float4 raw;
+  float most[4] = {};  // of the weights by which values are multiplied, and a little more for the rounding
   const float* from;   // of the next chunk
 
-  static __device__ __forceinline__ int token(int own) { return threadIdx.x % 128 / 16 + 8 * own; }
+  static __device__ __forceinline__ int token() { return threadIdx.x % H::kStagers / 16; }
   static __device__ __forceinline__ int column() { return threadIdx.x % 16 * 4; }
 
   // v: at the first token and the head. mimo_v: [rank][head_dim] of the head.
@@ -232,18 +235,15 @@ struct ValueCheck {
       float weights[4];
       load_values(weights, mimo_v + rank * S::kHeadDim + column());
 #pragma unroll
-      for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(2.0f * TF32_SHIFT * weights[e]));
+      for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(1.001f * weights[e]));
     }
   }
 
   // Tokens beyond the next chunk are zero.
   __device__ __forceinline__ void load(int count) {
-#pragma unroll
-    for (int own = 0; own < 2; ++own) {
-      raw[own] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (token(own) < count && column() < S::kHeadDim) {
-        raw[own] = *reinterpret_cast<const float4*>(from + token(own) * (S::kHeads * S::kHeadDim));
-      }
+    raw = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (token() < count && column() < S::kHeadDim) {
+      raw = *reinterpret_cast<const float4*>(from + token() * (S::kHeads * S::kHeadDim));
     }
     from += (long long)count * (S::kHeads * S::kHeadDim);
   }
@@ -251,17 +251,14 @@ struct ValueCheck {
   // Values of which a rank's is not finite become zero; then spoil(token) is called.
   template <class Spoil>
   __device__ __forceinline__ void store(float* values, Spoil spoil) const {
+    const float x[4] = {raw.x, raw.y, raw.z, raw.w};
+    float probe = 0.0f;
 #pragma unroll
-    for (int own = 0; own < 2; ++own) {
-      const float x[4] = {raw[own].x, raw[own].y, raw[own].z, raw[own].w};
-      float probe = 0.0f;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) probe = fmaf(x[e] * most[e], 0.0f, probe);
-      const bool finite = probe == 0.0f;
-      if (!finite) spoil(token(own));
-      *reinterpret_cast<float4*>(values + token(own) * H::kColumns + column()) =
-          finite ? raw[own] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    for (int e = 0; e < 4; ++e) probe = fmaf(x[e] * most[e], 0.0f, probe);
+    const bool finite = probe == 0.0f;
+    if (!finite) spoil(token());
+    *reinterpret_cast<float4*>(values + token() * H::kColumns + column()) =
+        finite ? raw : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 };
 
@@ -444,7 +441,7 @@ struct Tf32Walk {
 
   // ---- warpgroup 0 ----
 
-  using Walk = PhaseWalk<S, kTokens, 128, 4>;
+  using Walk = PhaseWalk<S, kTokens, 128, kTokens>;
 
   __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
@@ -787,58 +784,40 @@ struct Tf32Walk {
     }
   }
 
-  __device__ __forceinline__ void stage_keys() const {
-    RankStage<H> rows(in.k_bias + parameter_row() * (S::kRank * S::kState), rows_of(in.k, start));
-    __syncthreads();
-    for (auto all = chunks(); all.any(); all.pass()) {
-      const int turn = all.turn;
-      const Chunk after = all.after(), next = all.next();
-      if (threadIdx.x % 128 < 32) make_weights(all);
-      if constexpr (!H::kEnds) barrier_wait(keys_read(), turn % 2);
-      if (next.count > 0) {
-        rows.template store<!H::kEnds, true>(
-            keys(), across(turn + 1), weights(turn + 1).kept, table(turn + 1),
-            O::kFinalState && !H::kEnds && next.ends() ? next.count - 1 : -1,
-            O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
-      }
-      fence_async_proxy();
-      // What is loaded here delays neither that wait nor others for what was loaded before.
-      if (after.count > 0) rows.begin(after.count);
-      __syncthreads();
-    }
-  }
-
-  __device__ __forceinline__ void stage_queries() const {
+  __device__ __forceinline__ void stage() const {
+    const bool second = __shfl_sync(~0u, threadIdx.x / 128, 0) == 3, keys_here = H::kEnds || !second;
+    const int thread = threadIdx.x % 128;
     const long long row = parameter_row() * S::kRank;
-    RankStage<H> rows((H::kEnds ? in.k_bias : in.q_bias) + row * S::kState, rows_of(H::kEnds ? in.k : in.q, start));
+    RankStage<H> rows((keys_here ? in.k_bias : in.q_bias) + row * S::kState, rows_of(keys_here ? in.k : in.q, start));
     ValueCheck<H> check(in.v + values_of(start), in.mimo_v + row * S::kHeadDim);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
-      const int turn = all.turn, thread = threadIdx.x % 128;
+      const int turn = all.turn;
       const Chunk later = all.later(), after = all.after(), next = all.next();
-      if (later.count > 0) {
+      if (second && later.count > 0) {
         const long long from = schedule(later.t);
         fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
       }
       if (next.count > 0) {
-        if constexpr (O::kFinalState && !H::kEnds) {
-          if (next.ends()) {
-            for (int p = thread; p < S::kHeadDim; p += 128) {
-              final_state.v[state(next) * S::kHeadDim + p] = in.v[values_of(next.t + next.count - 1) + p];
-            }
-          }
-        }
         typename H::Weights& w = weights(turn + 1);
         check.store(values(turn + 1), [&](int c) { spoil(w, c); });
+        if constexpr (O::kFinalState && !H::kEnds) {
+          if (second && next.ends() && thread < S::kHeadDim) {
+            final_state.v[state(next) * S::kHeadDim + thread] = in.v[values_of(next.t + next.count - 1) + thread];
+          }
+        }
       }
-      if (thread < 32) spoil_marked(turn + 1);
+      if (second && thread < 32) spoil_marked(turn + 1);
+      if (!H::kEnds && !second) barrier_wait(keys_read(), turn % 2);
       if (next.count > 0) {
-        rows.template store<!H::kEnds, H::kEnds>(queries(turn + 1), across(turn + 1), weights(turn + 1).kept,
-                                                 table(turn + 1), -1, nullptr, next.count);
+        rows.store(keys_here, keys_here ? keys() : queries(turn + 1), across(turn + 1), weights(turn + 1).kept,
+                   table(turn + 1), O::kFinalState && !H::kEnds && next.ends() ? next.count - 1 : -1,
+                   O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      wait_for_copies();
+      if (second && thread >= 96) make_weights(all);
+      if (second) wait_for_copies();
       fence_async_proxy();
-      if (after.count > 0) {
+      if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
         check.load(after.count);
         rows.begin(after.count);
       }
@@ -914,14 +893,11 @@ __global__ void __launch_bounds__(512, 1)
     if constexpr (!Ends) give_registers<96>();
     block.make_scores(O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f);
   } else if (role == 1) {
-    if constexpr (!Ends) take_registers<208>();
+    if constexpr (!Ends) take_registers<224>();
     block.walk_state(y, norm_eps);
-  } else if (role == 2) {
-    if constexpr (!Ends) give_registers<104>();
-    block.stage_keys();
   } else {
-    if constexpr (!Ends) give_registers<104>();
-    block.stage_queries();
+    if constexpr (!Ends) give_registers<96>();
+    block.stage();
   }
 }
 

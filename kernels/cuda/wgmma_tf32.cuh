@@ -8,10 +8,11 @@
 
 namespace jax_ssd {
 
-// To the nearest with 11 bits, by two instructions, where cvt.rna takes three. Beyond 2**114 it is NaN.
-constexpr float TF32_SHIFT = 8192.0f;
+// To the nearest, ties away from zero, as cvt.rna, but by one instruction where that takes three: half a unit is added
+// to the number as an integer, unless that would make a NaN negative.
 __device__ __forceinline__ unsigned tf32(float v) {
-  return __float_as_uint(fmaf(v, -TF32_SHIFT, fmaf(v, TF32_SHIFT, v)));
+  const unsigned bits = __float_as_uint(v);
+  return max(static_cast<int>(bits + 0x1000u), static_cast<int>(bits));
 }
 
 // Descriptor of an operand that is not swizzled: pieces of 16 bytes, 4 numbers of a row; those of 8 rows are
