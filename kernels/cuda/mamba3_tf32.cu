@@ -707,6 +707,7 @@ struct Tf32Walk {
       float o[32];
       unsigned halves[2][H::kSizeState / 8][4], v[kTokens / 2][4];
       if constexpr (!H::kEnds) {
+        pin(s);  // else it is moved to other registers and back
         const auto q_rows = common(row_descriptor(queries(turn)));
         round_state<0>(halves[0], s);
         round_state<1>(halves[1], s);
