@@ -441,7 +441,7 @@ struct Tf32Walk {
 
   // ---- warpgroup 0 ----
 
-  using Walk = PhaseWalk<S, kTokens, 128, kTokens>;
+  using Walk = PhaseWalk<S, kTokens, 128, 8>;
 
   __device__ __forceinline__ void begin(Walk& walk) const {
     walk.begin(nullptr, lost());
