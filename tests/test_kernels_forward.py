@@ -55,6 +55,17 @@ def check(p: Problem, operands: dict[str, np.ndarray] | None = None, **tiles: An
         ({"seq": 65, "precision": "default"}, {"segments": 2}),
         ({"seq": 65, "dtype": "bfloat16", "dt_dtype": "bfloat16"}, {"segments": 2}),
         ({"seq": 65, "dtype": "float16", "has_runs": True}, {"segments": 2}),
+        ({"seq": 200, "has_initial_state": False}, {"segments": 4, "store_latency": 4}),
+        ({"seq": 1}, {"swap": True}),
+        ({"seq": 65}, {"swap": True, "store_latency": 1}),
+        ({"seq": 200, "groups": 1, "heads": 3}, {"swap": True, "segments": 5}),
+        ({"seq": 65, "head_dim": 80, "state": 24}, {"swap": True, "segments": 3, "head_dim_block": 32}),
+        ({"seq": 65, "head_dim": 1, "state": 17, "param_rows": 2}, {"swap": True, "segments": 2}),
+        ({"seq": 200, "has_runs": True}, {"swap": True, "segments": 4}),
+        ({"seq": 65, "has_initial_state": False, "has_D": False, "has_z": False}, {"swap": True, "segments": 2}),
+        ({"seq": 65, "precision": "default"}, {"swap": True, "segments": 2}),
+        ({"seq": 65, "dtype": "bfloat16", "has_runs": True}, {"swap": True, "segments": 2}),
+        ({"seq": 65, "dtype": "float16", "return_final_state": False}, {"swap": True}),
     ],
     ids=str,
 )
@@ -114,8 +125,8 @@ NAN_PLACES = [("x", 21), ("dt", 21), ("B", 21), ("C", 21), ("z", 21), ("initial_
 
 @pytest.mark.parametrize("has_runs", [False, True])
 @pytest.mark.parametrize(("name", "token"), NAN_PLACES)
-@pytest.mark.parametrize("segments", [1, 3])
-def test_a_nan_shows_at_its_token_and_after_within_its_run(name, token, segments, has_runs):
+@pytest.mark.parametrize(("segments", "swap"), [(1, False), (3, False), (3, True)])
+def test_a_nan_shows_at_its_token_and_after_within_its_run(name, token, segments, swap, has_runs):
     p = problem(seq=48, heads=2, **EVERY, has_runs=has_runs)
     operands = random_operands(p, seed=3)
     if has_runs:
@@ -124,7 +135,7 @@ def test_a_nan_shows_at_its_token_and_after_within_its_run(name, token, segments
         operands["runs"][:, 21] = 1
     where = (0, slice(None) if name == "initial_state" else token)
     operands[name][(*where, 0)] = np.nan
-    check(p, operands, segments=segments)
+    check(p, operands, segments=segments, swap=swap)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -210,3 +221,12 @@ OPTIONS = {
 )
 def test_compiles(name, arch):
     compile_plan(plan.forward(problem(**{**MODEL, **OPTIONS[name]})), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch"), [("plain", arch) for arch in ("sm_80", "sm_100")] + [(name, "sm_90") for name in OPTIONS]
+)
+def test_compiles_swapped(name, arch):
+    p = problem(**{**MODEL, **OPTIONS[name]})
+    compile_plan(plan.forward(p, replace(plan.tiles(p), swap=True, store_latency=2)), arch)

@@ -34,6 +34,8 @@ def _forward_values(p: Problem) -> Values:
         "head_dim_block": [n for n in (32, 64, 128) if n <= power_of_two(p.head_dim, 32)],
         "worker_warps": (None, 4, 8),
         "head_block": () if p.has_runs else [n for n in (4, 8, 16, 32) if n <= power_of_two(p.heads)],
+        "store_latency": (0, *LATENCIES),
+        "swap": (False, True),
     }
 
 

@@ -39,7 +39,8 @@ class Tiles:
     chunk: tokens per chunk. head_dim_block: how much of a head's head_dim one program takes. segments: into how many
     pieces each row is cut. head_block: heads per program of the preparing kernel. latency: 1 to 10, how far ahead the
     compiler loads. occupancy, segment_occupancy: programs per multiprocessor of the two kernels that walk chunks;
-    worker_warps: their warps, None for the compiler's choice.
+    worker_warps: their warps, None for the compiler's choice. store_latency: the same hint as latency for the stores of
+    y, 0 for the compiler's choice. swap: products are computed transposed, with their operands exchanged.
     """
 
     chunk: int
@@ -50,6 +51,8 @@ class Tiles:
     occupancy: int | None = 2
     segment_occupancy: int | None = 2
     worker_warps: int | None = None
+    store_latency: int = 0
+    swap: bool = False
 
     def __post_init__(self):
         for name in ("chunk", "head_dim_block", "head_block"):
@@ -150,14 +153,15 @@ class _Forward:
         self.config = replace(config, segments=self.segments)
         self.blocks = math.ceil(p.head_dim / config.head_dim_block)
         self.operands = scan_operands(p)
-        state = Buffer("final_state", (p.batch, p.heads, p.head_dim, p.state), "float32")
+        final = Buffer("final_state", (p.batch, p.heads, p.head_dim, p.state), "float32")
         y = Buffer("y", (p.batch, p.seq, p.heads, p.head_dim), p.dtype)
-        self.results = (y, state) if p.return_final_state else (y,)
+        self.results = (y, final) if p.return_final_state else (y,)
         padded = (p.batch, p.heads, self.chunks * config.chunk)
         self.scratch = [Buffer("step", padded, "float32"), Buffer("decay", padded, "float32")]
         if self.segments > 1:
             ends = (p.batch, p.heads, self.segments - 1)
-            self.scratch += [Buffer("ends", (*ends, p.state, p.head_dim), "float32"), Buffer("totals", ends, "float32")]
+            state = (p.head_dim, p.state) if config.swap else (p.state, p.head_dim)
+            self.scratch += [Buffer("ends", (*ends, *state), "float32"), Buffer("totals", ends, "float32")]
 
     def plan(self) -> Plan:
         launches = [prepare(self.problem, self.config.chunk, self.config.head_block)]
@@ -181,7 +185,7 @@ class _Forward:
     def segment_state(self) -> Launch:
         p, c = self.problem, self.config
         arrays = self.arrays("x", "B", "step", "decay", "runs", "ends", "totals")
-        constants = [*self.sizes(), self.chunks_per_segment, p.seq, p.has_runs, passes(p), c.latency]
+        constants = [*self.sizes(), self.chunks_per_segment, p.seq, p.has_runs, passes(p), c.latency, c.swap]
         programs = p.batch * (self.segments - 1) * p.heads * self.blocks
         return launch(self.kernel("segments", "segment_state", c.segment_occupancy), programs, arrays, constants)
 
@@ -192,7 +196,8 @@ class _Forward:
         )
         arrays.append(ScalarArg(p.seq, "int32"))
         options = [p.param_rows == 1, p.has_D, p.has_z, p.has_runs, p.has_initial_state, p.return_final_state]
-        constants = [*self.sizes(), self.segments, self.chunks_per_segment, p.seq, *options, passes(p), c.latency]
+        hints = [c.latency, c.store_latency, c.swap]
+        constants = [*self.sizes(), self.segments, self.chunks_per_segment, p.seq, *options, passes(p), *hints]
         programs = p.batch * self.segments * p.heads * self.blocks
         return launch(self.kernel("forward", "forward", c.occupancy), programs, arrays, constants)
 

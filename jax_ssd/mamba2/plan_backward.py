@@ -264,7 +264,8 @@ class _Backward:
         if self.segments > 1:
             blocks = (self.segments - 1) * rows
             theirs = [*tiles, heads, self.group_heads, self.p_blocks, self.chunks, self.segment_chunks, p.seq]
-            arguments = [*views("x", "B", "step", "decay", "runs", "segment_ends", "end_totals"), *theirs, *hints]
+            arrays = views("x", "B", "step", "decay", "runs", "segment_ends", "end_totals")
+            arguments = [*arrays, *theirs, *hints, False]  # products are not swapped
             yield self.launch("segments", "segment_state", blocks, arguments, config.states_occupancy)
             arrays = views("dy", "z", "C", "decay", "runs", "segment_adjoints", "adjoint_totals")
             arguments = [*arrays, *sizes, p.has_z, *hints]

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from .decay import LOG2E, ZERO, exp2, param_row, run_numbers, source_exponent
-from .precision import dot, factor
+from .precision import column, dot, factor, sides
 from .segments import (
     advance,
     advance_in_runs,
@@ -12,12 +12,12 @@ from .segments import (
     is_finite,
     last_of,
     load_chunk,
-    load_chunk_transposed,
     load_scalars,
     load_token,
     run_before,
     run_of_token,
     start_state,
+    store_chunk,
 )
 
 Const = ct.Constant
@@ -28,15 +28,15 @@ def silu(z):
     return z / (1.0 + exp2(z * -LOG2E))
 
 
-def pair_weights(cb, step, decay, kept, PASSES):
+def pair_weights(cb, step, decay, kept, PASSES, SWAP):
     """[Q, Q]: cb * exp2(decay_i - decay_j) * step_j for kept pairs, else 0.
 
     Selecting last also drops what a masked pair's exponent, which may be hugely positive, or its NaN would give.
     """
     if PASSES < 3:
-        weights = cb * exp2(decay[:, None] - source_exponent(step, decay)[None, :])
+        weights = cb * exp2(column(decay, SWAP) - column(source_exponent(step, decay), not SWAP))
     else:
-        weights = cb * exp2(decay[:, None] - decay[None, :]) * step[None, :]
+        weights = cb * exp2(column(decay, SWAP) - column(decay, not SWAP)) * column(step, not SWAP)
     return ct.where(kept, weights, 0.0)
 
 
@@ -74,6 +74,8 @@ def forward(
     HAS_FINAL: Const[bool],
     PASSES: Const[int],
     LATENCY: Const[int],
+    STORE_LATENCY: Const[int],
+    SWAP: Const[bool],
 ):
     """One program per (row, segment, head, head_dim block), neighbours share B and C.
 
@@ -95,45 +97,48 @@ def forward(
     first = segment * CHUNKS_PER_SEGMENT
     count = chunks_of(segment, CHUNKS_PER_SEGMENT, CHUNKS)
     token = ct.arange(Q, dtype=ct.int32)
-    causal = token[:, None] >= token[None, :]
+    causal = column(token, SWAP) >= column(token, not SWAP)
     if HAS_D:
         skip = ct.load(
             D, index=(param_row(row, SHARED_PARAMS), head, block), shape=(1, 1, P), padding_mode=ZERO
         ).reshape((1, P))
     if HAS_RUNS:
         before = run_before(runs, row, first, Q)
-    state = start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS)
+    state = start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS, SWAP)
     for i in range(count):
         chunk = first + i
-        ctile = load_chunk(C, row, chunk, group, 0, Q, N, LATENCY)
-        bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
-        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
+        ctile = load_chunk(C, row, chunk, group, 0, Q, N, LATENCY, SWAP)
+        bt = load_chunk(B, row, chunk, group, 0, Q, N, LATENCY, not SWAP)
+        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY, SWAP)
         steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         last = last_of(decays, Q)
-        cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES)
-        carried = dot(ctile, factor(state, C.dtype, PASSES), ct.full((Q, P), 0.0, dtype=ct.float32), PASSES)
+        cb = dot(ctile, bt, ct.full((Q, Q), 0.0, dtype=ct.float32), PASSES, SWAP)
+        carried = ct.full(sides(Q, P, SWAP), 0.0, dtype=ct.float32)
+        carried = dot(ctile, factor(state, C.dtype, PASSES), carried, PASSES, SWAP)
         if HAS_RUNS:
             number, real, end = run_numbers(runs, row, chunk, Q, SEQ)
-            carried = carried * ct.where(number == before, exp2(decays), 0.0)[:, None]
-            weights = pair_weights(cb, steps, decays, causal & (number[:, None] == number[None, :]), PASSES)
+            carried = carried * column(ct.where(number == before, exp2(decays), 0.0), SWAP)
+            weights = pair_weights(cb, steps, decays, causal & (number[:, None] == number[None, :]), PASSES, SWAP)
         else:
-            carried = carried * exp2(decays)[:, None]
-            weights = pair_weights(cb, steps, decays, causal, PASSES)
-        out = dot(factor(weights, x.dtype, PASSES), xt, carried, PASSES)
+            carried = carried * column(exp2(decays), SWAP)
+            weights = pair_weights(cb, steps, decays, causal, PASSES, SWAP)
+        out = dot(factor(weights, x.dtype, PASSES), xt, carried, PASSES, SWAP)
         if HAS_D:
-            out = out + skip * xt.astype(ct.float32)
+            out = out + skip.reshape(sides(1, P, SWAP)) * xt.astype(ct.float32)
         if HAS_Z:
-            out = out * silu(load_chunk(z, row, chunk, head, block, Q, P, LATENCY).astype(ct.float32))
+            out = out * silu(load_chunk(z, row, chunk, head, block, Q, P, LATENCY, SWAP).astype(ct.float32))
         if HAS_RUNS:
-            out = ct.where(real[:, None], out, 0.0)
-        ct.store(y, index=(row, chunk, head, block), tile=out.astype(y.dtype).reshape((1, Q, 1, P)))
+            out = ct.where(column(real, SWAP), out, 0.0)
+        store_chunk(y, row, chunk, head, block, out.astype(y.dtype), Q, P, STORE_LATENCY, SWAP)
         if HAS_RUNS:
-            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES)
+            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES, SWAP)
             before = end
         else:
-            state = advance(state, bt, xt, steps, decays, last, PASSES)
+            state = advance(state, bt, xt, steps, decays, last, PASSES, SWAP)
     if not is_finite(state):
-        state = start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS)
+        state = start_state(
+            initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS, SWAP
+        )
         if HAS_RUNS:
             run = run_before(runs, row, first, Q).reshape((1, 1))
         for t in range(first * Q, min((first + count) * Q, tokens)):
@@ -145,10 +150,11 @@ def forward(
                 state = ct.where(starts, 0.0, state)
                 run = number
             x_row = load_token(x, row, t, head, block, P)
-            b_column = load_token(B, row, t, group, 0, N).reshape((N, 1))
-            c_column = load_token(C, row, t, group, 0, N).reshape((N, 1))
-            after = advance_token(state, x_row, b_column, step, decay, row, head, t, restarts)
-            out = ct.sum(after * c_column, axis=0, keepdims=True)
+            b_column = load_token(B, row, t, group, 0, N).reshape(sides(N, 1, SWAP))
+            c_column = load_token(C, row, t, group, 0, N).reshape(sides(N, 1, SWAP))
+            x_across = x_row.reshape(sides(1, P, SWAP))
+            after = advance_token(state, x_across, b_column, step, decay, row, head, t, restarts)
+            out = ct.sum(after * c_column, axis=1 if SWAP else 0, keepdims=True).reshape((1, P))
             if HAS_D:
                 out = out + skip * x_row
             if HAS_Z:
@@ -159,4 +165,5 @@ def forward(
                 state = after
             ct.store(y, index=(row, t, head, block), tile=out.astype(y.dtype).reshape((1, 1, 1, P)))
     if HAS_FINAL and segment == SEGMENTS - 1:
-        ct.store(final, index=(row, head, 0, block), tile=state.reshape((1, 1, N, P)), order=(0, 1, 3, 2))
+        tile, order = state.reshape((1, 1, *sides(N, P, SWAP))), (0, 1, *sides(3, 2, SWAP))
+        ct.store(final, index=(row, head, *sides(0, block, SWAP)), tile=tile, order=order)

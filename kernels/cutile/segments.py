@@ -2,22 +2,38 @@
 
 A segment's end state from a zero start, and its total log2 decay, suffice to start every later segment:
 state(s + 1) = exp2(total(s)) * state(s) + end(s). Inside kernels a state is [state, head_dim], the transpose of the
-public one: it is the layout in which B^T X accumulates it and C reads it.
+public one: it is the layout in which B^T X accumulates it and C reads it. Shapes are those without SWAP, which
+transposes every matrix, see `precision`.
 """
 
 import cuda.tile as ct
 
 from .decay import INF, ZERO, exp2, run_numbers, source_exponent
-from .precision import dot, factor
+from .precision import column, dot, factor, sides
 
 Const = ct.Constant
 
 
-def load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY):
-    """A chunk of [batch, seq, heads or groups, width] as [Q, WIDTH]; zero past the end."""
-    return ct.load(
-        array, index=(row, chunk, head, block), shape=(1, Q, 1, WIDTH), padding_mode=ZERO, latency=LATENCY
-    ).reshape((Q, WIDTH))
+def chunk_window(row, chunk, head, block, Q, WIDTH, TRANSPOSED):
+    """Where a chunk lies in [batch, seq, heads or groups, width]: index, shape and order of axes."""
+    if TRANSPOSED:
+        window = (row, block, head, chunk), (1, WIDTH, 1, Q), (0, 3, 2, 1)
+    else:
+        window = (row, chunk, head, block), (1, Q, 1, WIDTH), (0, 1, 2, 3)
+    return window
+
+
+def load_chunk(array, row, chunk, head, block, Q, WIDTH, LATENCY, TRANSPOSED=False):
+    """A chunk as [Q, WIDTH], or [WIDTH, Q]; zero past the end."""
+    index, shape, order = chunk_window(row, chunk, head, block, Q, WIDTH, TRANSPOSED)
+    tile = ct.load(array, index=index, shape=shape, order=order, padding_mode=ZERO, latency=LATENCY)
+    return tile.reshape(sides(Q, WIDTH, TRANSPOSED))
+
+
+def store_chunk(array, row, chunk, head, block, tile, Q, WIDTH, LATENCY, TRANSPOSED):
+    """The tile to where `load_chunk` finds it; a LATENCY of 0 is the compiler's choice."""
+    index, shape, order = chunk_window(row, chunk, head, block, Q, WIDTH, TRANSPOSED)
+    ct.store(array, index=index, tile=tile.reshape(shape), order=order, latency=LATENCY if LATENCY > 0 else None)
 
 
 def load_real(array, row, chunk, head, block, real, Q, WIDTH, HAS_RUNS, LATENCY):
@@ -26,18 +42,6 @@ def load_real(array, row, chunk, head, block, real, Q, WIDTH, HAS_RUNS, LATENCY)
     if HAS_RUNS:
         tile = ct.where(real[:, None], tile, 0.0).astype(array.dtype)
     return tile
-
-
-def load_chunk_transposed(array, row, chunk, head, block, Q, WIDTH, LATENCY):
-    """The same as [WIDTH, Q]."""
-    return ct.load(
-        array,
-        index=(row, block, head, chunk),
-        shape=(1, WIDTH, 1, Q),
-        order=(0, 3, 2, 1),
-        padding_mode=ZERO,
-        latency=LATENCY,
-    ).reshape((WIDTH, Q))
 
 
 def load_scalars(array, row, head, chunk, Q):
@@ -76,22 +80,22 @@ def leaving_weights(step, decay, last, PASSES):
     return weights
 
 
-def advance(state, b, x, step, decay, last, PASSES):
+def advance(state, b, x, step, decay, last, PASSES, SWAP=False):
     """The state [N, P] after a chunk: b [N, Q], x [Q, P], step, decay [Q], last [1]."""
     # x rather than b is scaled: it is the smaller tile.
-    scaled = x.astype(ct.float32) * leaving_weights(step, decay, last, PASSES)[:, None]
+    scaled = x.astype(ct.float32) * column(leaving_weights(step, decay, last, PASSES), SWAP)
     scaled = factor(scaled, x.dtype, PASSES)
-    return dot(b, scaled, exp2(last) * state, PASSES)
+    return dot(b, scaled, exp2(last) * state, PASSES, SWAP)
 
 
-def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES):
+def advance_in_runs(state, b, x, step, decay, last, number, end, before, PASSES, SWAP=False):
     """The same in packed sequences: only the tokens of the last run enter, and the old state if it is of that run.
 
     What does not enter is multiplied by zero, so a NaN among it shows in the result: see `advance_token`.
     """
     into = ct.where(number == end, leaving_weights(step, decay, last, PASSES), 0.0)
-    scaled = factor(x.astype(ct.float32) * into[:, None], x.dtype, PASSES)
-    return dot(b, scaled, ct.where(end == before, exp2(last), 0.0) * state, PASSES)
+    scaled = factor(x.astype(ct.float32) * column(into, SWAP), x.dtype, PASSES)
+    return dot(b, scaled, ct.where(end == before, exp2(last), 0.0) * state, PASSES, SWAP)
 
 
 def load_token(array, row, t, head, block, WIDTH):
@@ -114,20 +118,20 @@ def run_of_token(runs, row, t):
     return ct.where(run < 0, -1 - run, run), run >= 0
 
 
-def start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS):
-    """The state [N, P] in which a segment starts: initial [b, h, p, n], ends [b, h, s, n, p], totals [b, h, s]."""
+def start_state(initial, ends, totals, row, head, block, segment, SEGMENTS, N, P, HAS_INITIAL, HAS_RUNS, SWAP):
+    """The state [N, P] in which a segment starts: initial [b, h, p, n], ends and totals from `segment_state`."""
+    shape, index = sides(N, P, SWAP), sides(0, block, SWAP)
     if HAS_INITIAL:
+        order = (0, 1, *sides(3, 2, SWAP))
         state = ct.load(
-            initial, index=(row, head, 0, block), shape=(1, 1, N, P), order=(0, 1, 3, 2), padding_mode=ZERO
-        ).reshape((N, P))
+            initial, index=(row, head, *index), shape=(1, 1, *shape), order=order, padding_mode=ZERO
+        ).reshape(shape)
     else:
-        state = ct.full((N, P), 0.0, dtype=ct.float32)
+        state = ct.full(shape, 0.0, dtype=ct.float32)
     if SEGMENTS > 1:
         for s in range(segment):
             total = ct.load(totals, index=(row, head, s), shape=(1, 1, 1)).reshape((1, 1))
-            end = ct.load(ends, index=(row, head, s, 0, block), shape=(1, 1, 1, N, P), padding_mode=ZERO).reshape(
-                (N, P)
-            )
+            end = ct.load(ends, index=(row, head, s, *index), shape=(1, 1, 1, *shape), padding_mode=ZERO).reshape(shape)
             state = exp2(total) * state
             if HAS_RUNS:
                 state = ct.where(total == -INF, 0.0, state)  # a run starts inside: whatever came before it is gone
@@ -156,11 +160,13 @@ def segment_state(
     HAS_RUNS: Const[bool],
     PASSES: Const[int],
     LATENCY: Const[int],
+    SWAP: Const[bool],
 ):
     """Each segment's end state from a zero start, and its total log2 decay: -inf if a run starts inside.
 
-    ends [batch, heads, segments - 1, state, head_dim], totals [batch, heads, segments - 1], float32: the last segment's
-    is never needed. One program per (row, segment, head, head_dim block), neighbours share B.
+    ends [batch, heads, segments - 1, state, head_dim] (with SWAP head_dim, state), totals [batch, heads, segments - 1],
+    float32: the last segment's is never needed. One program per (row, segment, head, head_dim block); neighbours share
+    B.
     """
     pid = ct.bid(0)
     block = pid % BLOCKS
@@ -169,38 +175,39 @@ def segment_state(
     row = pid // (BLOCKS * HEADS) // ends.shape[2]
     group = head // HEADS_PER_GROUP
     first = segment * CHUNKS_PER_SEGMENT
-    state = ct.full((N, P), 0.0, dtype=ct.float32)
+    state = ct.full(sides(N, P, SWAP), 0.0, dtype=ct.float32)
     total = ct.full((1,), 0.0, dtype=ct.float32)
     if HAS_RUNS:
         entered = run_before(runs, row, first, Q)
         before = entered
     for i in range(CHUNKS_PER_SEGMENT):
         chunk = first + i
-        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY)
-        bt = load_chunk_transposed(B, row, chunk, group, 0, Q, N, LATENCY)
+        xt = load_chunk(x, row, chunk, head, block, Q, P, LATENCY, SWAP)
+        bt = load_chunk(B, row, chunk, group, 0, Q, N, LATENCY, not SWAP)
         steps, decays = load_scalars(step, row, head, chunk, Q), load_scalars(decay, row, head, chunk, Q)
         last = last_of(decays, Q)
         total = total + last
         if HAS_RUNS:
             number, _, end = run_numbers(runs, row, chunk, Q, SEQ)
-            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES)
+            state = advance_in_runs(state, bt, xt, steps, decays, last, number, end, before, PASSES, SWAP)
             before = end
         else:
-            state = advance(state, bt, xt, steps, decays, last, PASSES)
+            state = advance(state, bt, xt, steps, decays, last, PASSES, SWAP)
     if HAS_RUNS:
         total = ct.where(before == entered, total, -INF)
         if not is_finite(state):
-            state = ct.full((N, P), 0.0, dtype=ct.float32)
+            state = ct.full(sides(N, P, SWAP), 0.0, dtype=ct.float32)
             before = entered.reshape((1, 1))
             for t in range(first * Q, (first + CHUNKS_PER_SEGMENT) * Q):
                 number, real = run_of_token(runs, row, t)
                 starts = number != before
                 state = ct.where(starts, 0.0, state)
-                xt = load_token(x, row, t, head, block, P)
-                bt = load_token(B, row, t, group, 0, N).reshape((N, 1))
+                xt = load_token(x, row, t, head, block, P).reshape(sides(1, P, SWAP))
+                bt = load_token(B, row, t, group, 0, N).reshape(sides(N, 1, SWAP))
                 restarts = starts | (ct.full((1, 1), t % Q, dtype=ct.int32) == 0)
                 state = ct.where(real, advance_token(state, xt, bt, step, decay, row, head, t, restarts), state)
                 before = number
-    ct.store(ends, index=(row, head, segment, 0, block), tile=state.reshape((1, 1, 1, N, P)))
+    tile = state.reshape((1, 1, 1, *sides(N, P, SWAP)))
+    ct.store(ends, index=(row, head, segment, *sides(0, block, SWAP)), tile=tile)
     if block == 0:
         ct.store(totals, index=(row, head, segment), tile=total.reshape((1, 1, 1)))

@@ -1,5 +1,6 @@
 """The Mamba-2 kernels on a GPU: accuracy, odd sizes, repeatability, decode."""
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 import jax_ssd
+from jax_ssd import compile as kernels
+from jax_ssd import launch
 from jax_ssd.cases import TABLE, Case, differentiable
+from jax_ssd.mamba2 import plan
 from jax_ssd.tools import check
+from tests import scan_float64
 
 # User-visible sizes that broke other kernels, a few at a time: (heads, groups, head_dim, state).
 ODD = [
@@ -44,6 +49,35 @@ def test_odd_sizes(sizes, dtype):
         if heads == 1 and result.quantity in ("dA", "ddt_bias"):
             continue  # one number, a sum in which nearly everything cancels: relative error says nothing
         assert result.passed, result
+
+
+EVERY = {"has_D": True, "has_z": True, "has_dt_bias": True, "has_initial_state": True, "dt_softplus": True}
+WIDE = {"heads": 2, "groups": 1, "head_dim": 64, "state": 128, "chunk_size": None, "has_D": True}
+SWAPPED = [
+    ({**WIDE, "seq": 1500, "dtype": "bfloat16"}, 6e-3),
+    ({**WIDE, **EVERY, "seq": 1500, "dtype": "bfloat16", "has_runs": True}, 6e-3),
+    ({**WIDE, **EVERY, "seq": 500, "dtype": "float16"}, 1e-3),
+    ({**WIDE, **EVERY, "seq": 500, "precision": "default"}, 1e-3),
+    ({**EVERY, "seq": 150, "chunk_size": None, "heads": 6, "head_dim": 24, "state": 17, "has_runs": True}, 2e-6),
+    ({**EVERY, "seq": 150, "chunk_size": None, "head_dim": 80, "state": 64, "dtype": "bfloat16"}, 6e-3),
+    ({"seq": 17, "head_dim": 8, "state": 8, "dtype": "bfloat16", "return_final_state": False}, 6e-3),
+]
+
+
+def swapped(changes):
+    p = scan_float64.problem(**changes)
+    return p, plan.forward(p, dataclasses.replace(plan.tiles(p), swap=True, store_latency=2))
+
+
+@pytest.mark.parametrize(("changes", "bar"), SWAPPED, ids=str)
+def test_operands_swapped(changes, bar):
+    p, made = swapped(changes)
+    operands = scan_float64.random_operands(p)
+    inputs = (jnp.asarray(operands[buffer.name]) for buffer in made.operands)
+    results = launch.call(made, kernels.target_arch(), *inputs)
+    expected = scan_float64.scan(p, operands)
+    for buffer, result in zip(made.results, results, strict=True):
+        assert scan_float64.error(np.asarray(result), expected[buffer.name]) <= bar, buffer.name
 
 
 MODEL = Case("", batch=2, seq=2048, heads=8, head_dim=64, groups=1, state=128, dtype="bfloat16", chunk_size=None)
