@@ -204,6 +204,16 @@ def test_segments_fill_the_gpu_and_no_more():
     assert segments(batch=1, seq=256) == 1
 
 
+def test_operands_are_swapped_where_head_dim_fills_the_tensor_cores():
+    def swapped(**changes: Any) -> bool:
+        sizes = {"dtype": "bfloat16", "head_dim": 64, "state": 128, "chunk_size": None}
+        return plan.tiles(problem(**{**sizes, **changes})).swap
+
+    assert swapped() and swapped(head_dim=48) and swapped(state=16) and swapped(dtype="float32")
+    assert not swapped(head_dim=32) and not swapped(state=256)
+    assert not swapped(dtype="float16") and not swapped(dtype="float32", precision="default")
+
+
 MODEL = {"batch": 2, "seq": 4096, "heads": 8, "head_dim": 64, "groups": 1, "state": 128, "chunk_size": None}
 OPTIONS = {
     "plain": {"dtype": "bfloat16"},
@@ -227,6 +237,7 @@ def test_compiles(name, arch):
 @pytest.mark.parametrize(
     ("name", "arch"), [("plain", arch) for arch in ("sm_80", "sm_100")] + [(name, "sm_90") for name in OPTIONS]
 )
-def test_compiles_swapped(name, arch):
+def test_compiles_with_operands_the_other_way(name, arch):
     p = problem(**{**MODEL, **OPTIONS[name]})
-    compile_plan(plan.forward(p, replace(plan.tiles(p), swap=True, store_latency=2)), arch)
+    start = plan.tiles(p)
+    compile_plan(plan.forward(p, replace(start, swap=not start.swap, store_latency=2)), arch)

@@ -128,7 +128,10 @@ def tiles(problem: Problem) -> Tiles:
     chunks = math.ceil(problem.seq / chunk)
     programs = problem.batch * problem.heads * math.ceil(problem.head_dim / block)
     segments = max(1, min(PROGRAMS // programs, chunks // SHORTEST_SEGMENT))
-    return Tiles(chunk, max(SMALLEST_TILE, block), segments, prepare_heads(problem))
+    # Swapped, a block of head_dim is the rows of the tensor cores, which 64 fill: with 32 it was slower. So it was in
+    # one pass of TF32.
+    swap = block >= 64 and passes(problem) != 1
+    return Tiles(chunk, max(SMALLEST_TILE, block), segments, prepare_heads(problem), swap=swap)
 
 
 def prepare_heads(problem: Problem) -> int:
