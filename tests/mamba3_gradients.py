@@ -32,6 +32,7 @@ CASES = {
     "odd_sizes": {"seq": 19, "rank": 5, "state": 24, "head_dim": 40, "pairs": 3},
     "short_chunks": {"seq": 40, "rank": 1, "state": 32, "head_dim": 24, "pairs": 5, "chunk_size": 8},
     "model": {"batch": 1, "seq": 100, "rank": 4, "state": 128, "head_dim": 64, "pairs": 32},
+    "model_one_rank": {"batch": 1, "seq": 80, "rank": 1, "state": 128, "head_dim": 64, "pairs": 32},
     "siso_model": {"batch": 1, "seq": 140, "rank": None, "state": 128, "head_dim": 64, "pairs": 32},
     "model_states": {
         "batch": 1,

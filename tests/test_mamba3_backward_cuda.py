@@ -31,6 +31,7 @@ EMULATED = {
     "packed_siso_float32": {"seq": 150, "cu_seqlens": (0, 64, 65, 150), "heads": 2, "groups": 1},
     "norm_float32": {"heads": 1},
     "packed_model_tf32": {"seq": 70, "cu_seqlens": (0, 50, 70), "heads": 1, "groups": 1},
+    "model_one_rank": {},
     "model_pairs": {"heads": 1},
     "siso_model_pairs": {"heads": 1},
     "model_bare_pairs": {"heads": 1},
@@ -39,6 +40,7 @@ EMULATED = {
     "model_odd_pairs": {"heads": 1},
 }
 SLOW = (
+    "model_one_rank",
     "packed_siso_float32",
     "norm_float32",
     "packed_model_tf32",

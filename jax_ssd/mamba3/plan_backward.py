@@ -154,11 +154,12 @@ def warpgroup_chunk_shared(problem: Problem) -> int:
     tokens, turn, wide, bias = ROWS // p.rank, p.pairs + 4, p.head_dim + 8, p.state // 2 + 4
     turned = tokens * (p.pairs + (4 if p.pairs % 32 else 0)) * 4
     apart = turned <= 8192  # both sides have room for what phases get
-    panels = (20 if weighted or "z" in p.given else 18) + (apart and not weighted)
+    panels = (22 if p.rank == 4 else 18) if weighted else (20 if "z" in p.given else 18) + apart
     weights = 3 * p.rank * wide * 4 if weighted else 0
-    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + (16 * ROWS + 16) * 4
+    numbers = (22 if weighted else 16) * tokens + 16
+    table = tokens * turn * 4 + 3 * weighted * tokens * wide * 2 + weights + numbers * 4
     sums = (2 if apart else 1) * turned + 8 * p.rank * bias * 4
-    return panels * 8192 + 2 * table + sums + 96
+    return panels * 8192 + 2 * table + sums + 80
 
 
 def schedule_shared(problem: Problem) -> int:

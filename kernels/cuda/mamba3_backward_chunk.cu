@@ -8,7 +8,7 @@
 //
 // A block takes the heads of a group, or of a part of one, in order, so that the gradients of q and k are summed up in
 // registers. Its four warpgroups work at the same time: the query side and the key side make half of M and dM each,
-// then dQ and dK; the third the next head's values, then dV, the output and what depends on it; the fourth the next
+// then dQ and dK; the third dV, the output and what depends on it, and the next head's values; the fourth the next
 // head's queries and keys, and the end of the sums of the head before.
 //
 // Instructions come from a cache of 32 KB at full speed, beyond it at half of that. The loops of all warpgroups are
@@ -31,33 +31,61 @@ struct ChunkArrays {
   int batch, seq, parts;
 };
 
+// Descriptors of operands as in wgmma.cuh, but in registers that a warp has in common. zero: 0, unknown to the
+// compiler, which would otherwise make all 64 bits anew for every product; so it adds to the lower ones where they are.
+__device__ __forceinline__ unsigned long long tile_descriptor(unsigned address, unsigned tile_stride, unsigned zero) {
+  return static_cast<unsigned long long>((1u << 30 | 1024 >> 4) + zero) << 32 | (address / 16 + (tile_stride << 12));
+}
+__device__ __forceinline__ unsigned long long moved(unsigned long long descriptor, unsigned bytes) {
+  return (descriptor & 0xffffffff00000000ull) | (static_cast<unsigned>(descriptor) + bytes / 16);
+}
+
+// As the other `multiply_tiles`, with descriptors so made.
+template <int N, int Steps, bool ColumnsA, bool ColumnsB>
+__device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], unsigned a, unsigned b, bool accumulate,
+                                               unsigned zero) {
+  const unsigned long long first = tile_descriptor(a, ColumnsA ? kPanel : 16, zero),
+                           second = tile_descriptor(b, ColumnsB ? kPanel : 16, zero);
+#pragma unroll
+  for (int k = 0; k < Steps; ++k) {
+    const unsigned along = k / 4 * kPanel + k % 4 * 32, across = 2048 * k;
+    Wgmma<bf16, N>::template shared<ColumnsA, ColumnsB>(d, moved(first, ColumnsA ? across : along),
+                                                        moved(second, ColumnsB ? across : along), accumulate || k > 0);
+  }
+}
+
 template <class C>
 struct ChunkMemory {
   // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
   static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN / 2 + 4;
-  static constexpr bool kOutput = C::kGate || C::kWeighted;  // something depends on the output
   static constexpr bool kSlopes = C::kGate && !C::kWeighted;
   static constexpr int kKinds = C::kWeighted ? 3 : 0;
+  static constexpr int kParts = C::kWeighted ? 4 : 1;  // of sums over head_dim: see `Sums`
   // What phases get of a side: see `turn_at`. Where that is much, there is no room for both, nor to collect rows of dV.
+  // With weights of ranks these are folded in registers.
   static constexpr int kTurned = C::kTokens * (C::kPairs + (C::kPairs % 32 ? 4 : 0)) * 4;
-  static constexpr bool kTurnsApart = kTurned <= kPanel, kValuesByRows = C::kWeighted || kTurnsApart;
+  static constexpr bool kTurnsApart = kTurned <= kPanel, kValuesByRows = !C::kWeighted && kTurnsApart;
+  // Values and the output's adjoint also as they meet states, where there is room.
+  static constexpr bool kScaled = C::kWeighted && C::kRank == 4;
+  static constexpr int kTiles = kScaled ? 8 : kSlopes ? 7 : 6;
   // Tiles of an input, twice; slopes: of the output's gate, times the output's adjoint, without weights of ranks.
   static constexpr int kQ = 0, kK = 2 * kPanel, kV = 4 * kPanel, kAdjoint = 5 * kPanel, kSlope = 6 * kPanel,
-                       kInput = (kSlopes ? 7 : 6) * kPanel;
+                       kLeaving = 6 * kPanel, kEntering = 7 * kPanel, kInput = kTiles * kPanel;
   static constexpr int kState = 2 * kInput, kStateAdjoint = kState + 2 * kPanel, kM = kStateAdjoint + 2 * kPanel,
-                       kAdjointM = kM + kPanel, kOutputs = kAdjointM + kPanel,
-                       kValueOut = kOutputs + (C::kWeighted ? kPanel : 0),
-                       kTables = kValueOut + (kValuesByRows ? kPanel : 0);  // the last two: of all ranks
-  // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of rows, sums.
+                       kAdjointM = kM + kPanel, kValueOut = kAdjointM + kPanel,
+                       kTables = kValueOut + (kValuesByRows ? kPanel : 0);
+  // Tables that go with an input, twice: turns of pairs, dy, z and v as they are, weights of ranks, of tokens, sums.
   static constexpr int kTurns = 0, kRaw = kTurns + C::kTokens * kTurnPitch * 4,
                        kWeights = kRaw + kKinds * C::kTokens * kWidePitch * 2,
-                       kRowsAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
-                       kSums = kRowsAt + 6 * C::kRows * 4, kTable = kSums + (10 * C::kRows + 16) * 4;
+                       kTokensAt = kWeights + (C::kWeighted ? 3 * C::kRank * kWidePitch * 4 : 0),
+                       kSums = kTokensAt + 6 * C::kTokens * 4,
+                       kTable = kSums + ((8 + 2 * kParts) * C::kTokens + 16) * 4;
   static constexpr int kPhases = kTables + 2 * kTable,
                        kBias = kPhases + (kTurnsApart ? 2 : 1) * kTurned,  // [side][warp][rank][two columns]
-      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 96;
+      kBarriers = kBias + 8 * C::kRank * kBiasPitch * 4, kBytes = kBarriers + 80;
 
   char* base;
+  unsigned zero;  // see `tile_descriptor`
   // Barriers.
   __device__ unsigned full(int buffer) const { return at(kBarriers + 8 * buffer); }
   __device__ unsigned empty(int buffer) const { return at(kBarriers + 16 + 8 * buffer); }
@@ -67,22 +95,21 @@ struct ChunkMemory {
   __device__ unsigned state_free() const { return at(kBarriers + 56); }
   __device__ unsigned adjoint_free() const { return at(kBarriers + 64); }
   __device__ unsigned products_free() const { return at(kBarriers + 72); }
-  __device__ unsigned values_here() const { return at(kBarriers + 80); }
-  __device__ unsigned values_free() const { return at(kBarriers + 88); }
 
   __device__ unsigned at(int offset) const { return shared_address(base) + offset; }
   template <typename T>
   __device__ T* table(int buffer, int offset) const {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
   }
-  __device__ float* rows(int buffer, int which) const { return table<float>(buffer, kRowsAt) + which * C::kRows; }
-  // Sums: strict dM QK along a row, and dM QK / gamma in a token, each of two halves; dO . Q s; V . K T; strict
-  // dM QK / f down a column, of four warps; <T, s> and dO . V, of eight warps.
-  __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kRows; }
+  __device__ float* tokens(int buffer, int which) const { return table<float>(buffer, kTokensAt) + which * C::kTokens; }
+  __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kTokens; }
+  __device__ float* carried(int buffer) const { return sums(buffer, 8 + 2 * kParts); }  // <T, s> and dO . V, of 8 warps
 };
 
-enum Rows { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
-enum Sums { kAlong, kSame = 2, kRead = 4, kWritten, kDown, kCarried = 10 };
+enum Tokens { kDecay, kF, kGamma, kIn, kOut, kLeft };  // a; f; gamma; exp(a); f exp(a_last - a); exp(a_last - a)
+// Sums of the rows of a token: strict dM QK along them, and dM QK / gamma in the token, each of two halves; strict
+// dM QK / f down its columns, of four warps; dO . Q s, and then V . K T, of kParts warps each.
+enum Sums { kAlong, kSame = 2, kDown = 4, kRead = 8 };
 
 // Where a block is.
 template <class C>
@@ -127,19 +154,21 @@ struct ChunkPlace {
 
 constexpr int kTeam = 128;  // threads of a warpgroup
 
-// A head's weights of rows, by one warp: a lane has two rows.
+// A head's weights of tokens, by one warp: a lane has kEach neighbours.
 template <class C>
-struct RowWeights {
-  float total, a[2], f[2], gamma[2];
+struct TokenWeights {
+  static constexpr int kEach = C::kTokens < 32 ? 1 : C::kTokens / 32;
+  float total, a[kEach], f[kEach], gamma[kEach];
 
-  static __device__ __forceinline__ int row(int i) { return threadIdx.x % 32 + 32 * i; }
+  static __device__ __forceinline__ int token(int i) { return threadIdx.x % 32 * kEach + i; }
+  static __device__ __forceinline__ bool has_tokens() { return C::kTokens >= 32 || threadIdx.x % 32 < C::kTokens; }
 
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, int h) {
     const long long head = place.head_token(in, h);
     total = in.decay[head + place.last];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int c = row(i) / C::kRank;
+    for (int i = 0; i < kEach; ++i) {
+      const int c = token(i);
       const bool there = c <= place.last;
       a[i] = there ? in.decay[head + c] : total;
       f[i] = there ? in.f[head + c] : 0.0f;
@@ -147,15 +176,13 @@ struct RowWeights {
     }
   }
   __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int buffer) const {
+    if (!has_tokens()) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const float left = exp2_fast(total - a[i]);
-      memory.rows(buffer, kDecay)[row(i)] = a[i];
-      memory.rows(buffer, kF)[row(i)] = f[i];
-      memory.rows(buffer, kGamma)[row(i)] = gamma[i];
-      memory.rows(buffer, kIn)[row(i)] = exp2_fast(a[i]);
-      memory.rows(buffer, kOut)[row(i)] = f[i] * left;
-      memory.rows(buffer, kLeft)[row(i)] = left;
+      float* to = memory.tokens(buffer, 0) + token(i);
+      to[kDecay * C::kTokens] = a[i], to[kF * C::kTokens] = f[i], to[kGamma * C::kTokens] = gamma[i];
+      to[kIn * C::kTokens] = exp2_fast(a[i]), to[kOut * C::kTokens] = f[i] * left, to[kLeft * C::kTokens] = left;
     }
   }
 };
@@ -210,74 +237,72 @@ __device__ __forceinline__ void want_head(const ChunkArrays& in, const ChunkPlac
   }
 }
 
+// Eight numbers of 16 bits times that of both halves of `by`.
+__device__ __forceinline__ uint4 scaled(uint4 x, unsigned by) {
+  return make_uint4(Pairs16::product(x.x, by), Pairs16::product(x.y, by), Pairs16::product(x.z, by),
+                    Pairs16::product(x.w, by));
+}
+
 // Rows of V, the values of every rank, and of dO, the adjoint of the output: dy, unfolded and ungated; of the i-th
-// head. What is needed as it is, is copied to its place. By the output's warpgroup, which would only wait for M
-// otherwise.
+// head, where ranks have weights. What is needed as it is, is copied to its place while the head before is under way.
 template <class C>
-__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                             const ChunkMemory<C>& memory, int i) {
+struct ValueRows {
   using Memory = ChunkMemory<C>;
-  constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
-  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
-  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
-  bf16* raw_v = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * kKind + piece * 8;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
-  constexpr int kUnits = C::kTokens * 8 / kTeam;
-  const unsigned tile = shared_address(values), row = shared_address(raw), slopes = tile + Memory::kSlope - Memory::kV;
-  const auto token = [&](int j) { return first + j * (kTeam / 8); };
-  const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
-  // Tables of dy and z are this warpgroup's own; all else may still be in use.
-  uint4 own[kUnits];
+  static constexpr int kKind = C::kTokens * Memory::kWidePitch;  // numbers of a table of dy, z or v
+  static constexpr int kUnits = C::kTokens * 8 / kTeam;
+  int i, h, buffer;
+  float decay, f, total;
+
+  __device__ __forceinline__ ValueRows(const ChunkArrays& in, const ChunkPlace<C>& place, const ChunkMemory<C>& memory,
+                                       int head, bool there_is = true)
+      : i(head), h(place.head + head), buffer(head % 2) {
+    if (!there_is) return;
+    const int thread = thread_anew(), first = thread / 8, piece = thread % 8;
+    if constexpr (Memory::kScaled) {
+      static_assert(kUnits == 1, "a thread has one token");
+      const long long of_head = place.head_token(in, h);
+      decay = in.decay[of_head + min(first, place.last)], total = in.decay[of_head + place.last];
+      f = first <= place.last ? in.f[of_head + first] : 0.0f;
+    }
+    const unsigned row = shared_address(memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8);
 #pragma unroll
-  for (int j = 0; j < kUnits; ++j) {
-    const unsigned to = row + token(j) * (Memory::kWidePitch * 2);
-    const bool there = token(j) <= place.last;
-    if constexpr (C::kWeighted) {
-      copy_piece(to, in.dy + place_of(j), there);
-      if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + place_of(j), there);
+    for (int j = 0; j < kUnits; ++j) {
+      const int c = first + j * (kTeam / 8);
+      const unsigned to = row + c * (Memory::kWidePitch * 2);
+      const long long from = place.token_head(min(c, place.last), h, C::kP) + piece * 8;
+      const bool there = c <= place.last;
+      copy_piece(to, in.dy + from, there);
+      if constexpr (C::kGate) copy_piece(to + 2 * kKind, in.z + from, there);
+      copy_piece(to + 4 * kKind, in.v + from, there);
     }
-    if constexpr (Memory::kSlopes) copy_piece(slopes + swizzled(token(j), piece), in.z + place_of(j), there);
-    if constexpr (Memory::kOutput) {
-      own[j] = make_uint4(0, 0, 0, 0);
-      if (there) own[j] = read_once((C::kWeighted ? in.v : in.dy) + place_of(j));
-    }
-  }
-  pieces_commit();
-  if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
-  if (C::kWeighted && i >= 2) barrier_wait(memory.values_free(), i & 1);
-#pragma unroll
-  for (int j = 0; j < kUnits; ++j) {
-    const unsigned to = swizzled(token(j), piece);
-    const bool there = token(j) <= place.last;
-    if constexpr (C::kWeighted) {
-      *reinterpret_cast<uint4*>(raw_v + token(j) * Memory::kWidePitch) = own[j];
-    } else {
-      copy_piece(tile + to, in.v + place_of(j), there);
-      if constexpr (Memory::kOutput) {
-        *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = own[j];
-      } else {
-        copy_piece(tile + Memory::kAdjoint - Memory::kV + to, in.dy + place_of(j), there);
-      }
-    }
-  }
-  if constexpr (C::kWeighted) {
     constexpr int kEach = C::kRank * C::kP / 4;
     const unsigned to = shared_address(memory.template table<float>(buffer, Memory::kWeights));
 #pragma unroll
-    for (int j = threadIdx.x % kTeam; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
+    for (int j = thread; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
       copy_piece(to + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
                  from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
+    pieces_commit();
   }
-  pieces_commit();
-  pieces_wait<C::kWeighted || !Memory::kOutput ? 0 : 1>();
-  if constexpr (C::kWeighted) {
+
+  __device__ __forceinline__ void stage(const ChunkMemory<C>& memory) const {
+    const int thread = thread_anew(), piece = thread % 8;
+    char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+    const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
+    const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
+    pieces_wait<0>();
     named_barrier(4, kTeam);  // weights are copied by others
+    barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    // What values and the output's adjoint are multiplied by where they meet a state.
+    unsigned leaving, entering;
+    if constexpr (Memory::kScaled) {
+      const float out = f * exp2_fast(total - decay), in = exp2_fast(decay);
+      leaving = Pairs16::of(out, out), entering = Pairs16::of(in, in);
+    }
 #pragma unroll 1
-    for (int c = first; c < C::kTokens; c += kTeam / 8) {
+    for (int c = thread / 8; c < C::kTokens; c += kTeam / 8) {
       const auto piece_of = [&](int kind) {
         return *reinterpret_cast<const uint4*>(raw + c * Memory::kWidePitch + kind * kKind);
       };
@@ -299,18 +324,66 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
                       own_o[4] = {weight_o.x, weight_o.y, weight_o.z, weight_o.w},
                       own_z[4] = {weight_z.x, weight_z.y, weight_z.z, weight_z.w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[e + i] = value[e + i] * own_v[i];
-            y[e + i] = up[e + i] * own_o[i];
-            if constexpr (C::kGate) y[e + i] *= silu_of_half(0.5f * gate[e + i] * own_z[i]);
+          for (int n = 0; n < 4; ++n) {
+            x[e + n] = value[e + n] * own_v[n];
+            y[e + n] = up[e + n] * own_o[n];
+            if constexpr (C::kGate) y[e + n] *= silu_of_half(0.5f * gate[e + n] * own_z[n]);
           }
         }
-        const unsigned to = swizzled(c * C::kRank + r, piece);
-        *reinterpret_cast<uint4*>(values + to) = pack8(x);
-        *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = pack8(y);
+        const unsigned to = swizzled(C::Order::row(c, r), piece);
+        const auto store = [&](int tile, uint4 words) {
+          *reinterpret_cast<uint4*>(values + tile - Memory::kV + to) = words;
+        };
+        const uint4 v = pack8(x), adjoint = pack8(y);
+        store(Memory::kV, v), store(Memory::kAdjoint, adjoint);
+        if constexpr (Memory::kScaled) {
+          store(Memory::kLeaving, scaled(v, leaving)), store(Memory::kEntering, scaled(adjoint, entering));
+        }
       }
     }
+    fence_async_proxy();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.full(buffer));
   }
+};
+
+// The same without weights: V are values as they are, dO is dy ungated. By the output's warpgroup, which would only
+// wait for M otherwise.
+template <class C>
+__device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                             const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  const int first = threadIdx.x % kTeam / 8, piece = threadIdx.x % 8, h = place.head + i, buffer = i % 2;
+  char* values = memory.base + buffer * Memory::kInput + Memory::kV;
+  constexpr int kUnits = C::kTokens * 8 / kTeam;
+  const unsigned tile = shared_address(values), slopes = tile + Memory::kSlope - Memory::kV;
+  const auto token = [&](int j) { return first + j * (kTeam / 8); };
+  const auto place_of = [&](int j) { return place.token_head(min(token(j), place.last), h, C::kP) + piece * 8; };
+  uint4 own[kUnits];
+#pragma unroll
+  for (int j = 0; j < kUnits; ++j) {
+    const bool there = token(j) <= place.last;
+    if constexpr (Memory::kSlopes) {  // this warpgroup's own; all else may still be in use
+      copy_piece(slopes + swizzled(token(j), piece), in.z + place_of(j), there);
+      own[j] = make_uint4(0, 0, 0, 0);
+      if (there) own[j] = read_once(in.dy + place_of(j));
+    }
+  }
+  pieces_commit();
+  barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+#pragma unroll
+  for (int j = 0; j < kUnits; ++j) {
+    const unsigned to = swizzled(token(j), piece);
+    const bool there = token(j) <= place.last;
+    copy_piece(tile + to, in.v + place_of(j), there);
+    if constexpr (Memory::kSlopes) {
+      *reinterpret_cast<uint4*>(values + Memory::kAdjoint - Memory::kV + to) = own[j];
+    } else {
+      copy_piece(tile + Memory::kAdjoint - Memory::kV + to, in.dy + place_of(j), there);
+    }
+  }
+  pieces_commit();
+  pieces_wait<Memory::kSlopes ? 1 : 0>();
   if constexpr (Memory::kSlopes) {
 #pragma unroll 1
     for (int c = first; c < C::kTokens; c += kTeam / 8) {
@@ -326,8 +399,8 @@ __device__ __forceinline__ void stage_values(const ChunkArrays& in, const ChunkP
       }
       *adjoint = pack8(up), *slope = pack8(gate);
     }
+    pieces_wait<0>();
   }
-  if constexpr (!C::kWeighted && Memory::kOutput) pieces_wait<0>();
   fence_async_proxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(memory.full(buffer));
@@ -347,21 +420,22 @@ struct KeyRows {
     const int thread = thread_anew();
     unit = thread / 64 * 8 + thread % 8, first = thread / 8 % 8;
     to = memory.base + buffer * ChunkMemory<C>::kInput + ChunkMemory<C>::kQ + unit / 8 * kPanel +
-         swizzled(first, unit % 8);
+         swizzled(C::Order::row(first / C::kRank, first % C::kRank), unit % 8);
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
     const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
     const bf16 *q = in.q + at, *k = in.k + at;
     asm volatile("" : "+l"(q), "+l"(k));  // as they are: sums of the rest are not made anew for each row
-    unsigned row = shared_address(to);
+    unsigned row = shared_address(to), next = row + second();
     int c = first / C::kRank;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       const int from = min(c, place.last) * (C::kRank * C::kGroups * C::kN);
       copy_unit(row, q + from);
       copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from);
-      row += 1024, c += kNext;
+      const unsigned after = row + 2048;
+      row = next, next = after, c += kNext;
     }
     pieces_commit();
   }
@@ -377,7 +451,7 @@ struct KeyRows {
     using Memory = ChunkMemory<C>;
     turns += first / C::kRank * Memory::kTurnPitch + unit * 4;
     pieces_wait<0>();
-    char* row = to;
+    char *row = to, *other = to + second();
     const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
     uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
     uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
@@ -392,7 +466,7 @@ struct KeyRows {
         for (int e = 0; e < 4; ++e) cosine[e] = Pair<__half>::low(words[e]), sine[e] = Pair<__half>::high(words[e]);
       }
       // The next row is on its way meanwhile, to the same registers; after the last it is that row again.
-      const char* next = row + (i < 7 ? 1024 : 0);
+      char* next = i < 7 ? other : row;
       if (i < 7) turns += kNext * Memory::kTurnPitch;
       q = copied(next), k = copied(next + Memory::kK - Memory::kQ);
       if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
@@ -407,11 +481,16 @@ struct KeyRows {
       }
       *reinterpret_cast<uint4*>(row) = pack8(x);
       *reinterpret_cast<uint4*>(row + Memory::kK - Memory::kQ) = pack8(y);
-      row += 1024;
+      other = row + 2048, row = next;
     }
   }
 
  private:
+  // From the first row to the second one. All others are 16 rows below one of these.
+  __device__ __forceinline__ int second() const {
+    if constexpr (C::kRank < 4) return 1024;
+    return 512 + (unit & 4 ? -64 : 64);  // four rows below
+  }
   // Eight columns; where rotated pairs are half a row apart, four of each half.
   static __device__ __forceinline__ void copy_unit(unsigned to, const bf16* from) {
     if constexpr (C::kHalf) {
@@ -429,68 +508,67 @@ struct KeyRows {
   }
 };
 
-// Gradients of decays and weights of a head's tokens, by one warp: a lane has two neighbouring rows. What the rows gave
-// is read before the next head but one takes their place, and decays are summed up once that head is prepared.
+// Gradients of decays and weights of a head's tokens, by one warp, a lane of which has those of `TokenWeights`. What
+// the rows gave is read before the next head but one takes their place, and decays are summed up once that head is
+// prepared.
 template <class C>
 struct HeadSums {
-  float e[2], ends;
+  using Own = TokenWeights<C>;
+  static constexpr int kEach = Own::kEach;
+  float e[kEach], ends;
 
   __device__ __forceinline__ void load(const ChunkArrays& in, const ChunkPlace<C>& place, const ChunkMemory<C>& memory,
                                        int h, int buffer) {
-    const int lane = threadIdx.x % 32, c = 2 * lane / C::kRank;
-    const auto row_of = [&](int which, int row) { return memory.rows(buffer, which)[row]; };
-    const auto sum_of = [&](int which, int row) { return memory.sums(buffer, which)[row]; };
-    float weight[2], diagonal[2];
+    const int lane = threadIdx.x % 32;
+    const long long head = place.head_token(in, h);
     ends = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 2 * lane + i;
-      const float below =
-          sum_of(kDown, row) + sum_of(kDown + 1, row) + (sum_of(kDown + 2, row) + sum_of(kDown + 3, row));
-      const float out = sum_of(kWritten, row), leaving = row_of(kOut, row) * out;
-      e[i] = sum_of(kAlong, row) + sum_of(kAlong + 1, row) - row_of(kF, row) * below +
-             row_of(kIn, row) * sum_of(kRead, row) - leaving;
-      weight[i] = below + row_of(kLeft, row) * out;
-      diagonal[i] = sum_of(kSame + row / 32, row);
+    for (int i = 0; i < kEach; ++i) {
+      const int c = Own::token(i);
+      e[i] = 0.0f;
+      if (!Own::has_tokens()) continue;
+      const float *own = memory.tokens(buffer, 0) + c, *sums = memory.sums(buffer, 0) + c;
+      const auto sum_of = [&](int which) { return sums[which * C::kTokens]; };
+      float below = 0.0f, read = 0.0f, out = 0.0f;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) below += sum_of(kDown + w);
+#pragma unroll
+      for (int w = 0; w < ChunkMemory<C>::kParts; ++w) {
+        read += sum_of(kRead + w), out += sum_of(kRead + ChunkMemory<C>::kParts + w);
+      }
+      const float leaving = own[kOut * C::kTokens] * out;
+      e[i] =
+          sum_of(kAlong) + sum_of(kAlong + 1) - own[kF * C::kTokens] * below + own[kIn * C::kTokens] * read - leaving;
       ends += leaving;
+      if (c <= place.last) {
+        in.d_f[head + c] = below + own[kLeft * C::kTokens] * out;
+        in.d_gamma[head + c] = sum_of(kSame + c / (C::kTokens / 2));
+      }
     }
     if (lane < 2) {
-      const float4* others = reinterpret_cast<const float4*>(memory.sums(buffer, kCarried)) + 2 * lane;
+      const float4* others = reinterpret_cast<const float4*>(memory.carried(buffer)) + 2 * lane;
       const float sum = others[0].x + others[0].y + (others[0].z + others[0].w) + others[1].x + others[1].y +
                         (others[1].z + others[1].w);
-      if (lane == 0) ends += exp2_fast(row_of(kDecay, C::kRows - 1)) * sum;
+      if (lane == 0) ends += exp2_fast(memory.tokens(buffer, kDecay)[C::kTokens - 1]) * sum;
       if (C::kSkip && lane == 1) place.record(in, h)[C::kSkipAt] = __float2bfloat16_rn(sum);
-    }
-    const long long head = place.head_token(in, h);
-    if constexpr (C::kRank == 1) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (c + i <= place.last) in.d_f[head + c + i] = weight[i], in.d_gamma[head + c + i] = diagonal[i];
-      }
-    } else {
-      float sum_f = weight[0] + weight[1], sum_gamma = diagonal[0] + diagonal[1];
-#pragma unroll
-      for (int offset = 1; offset < C::kRank / 2; offset *= 2) {
-        sum_f += __shfl_xor_sync(0xffffffff, sum_f, offset);
-        sum_gamma += __shfl_xor_sync(0xffffffff, sum_gamma, offset);
-      }
-      if (2 * lane % C::kRank == 0 && c <= place.last) in.d_f[head + c] = sum_f, in.d_gamma[head + c] = sum_gamma;
     }
   }
 
   __device__ __forceinline__ void store(const ChunkArrays& in, const ChunkPlace<C>& place, int h) const {
-    const int lane = threadIdx.x % 32, c = 2 * lane / C::kRank;
+    const int lane = threadIdx.x % 32;
     const float all = warp_sum(ends);
-    float suffix = e[0] + e[1];
+    float suffix = e[0] + (kEach > 1 ? e[kEach - 1] : 0.0f);
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const float other = __shfl_down_sync(0xffffffff, suffix, offset);
       if (lane + offset < 32) suffix += other;
     }
-    const float after = __shfl_down_sync(0xffffffff, suffix, 1);
-    float* to = in.d_adt + place.head_token(in, h) + c;
-    if (2 * lane % C::kRank == 0 && c <= place.last) to[0] = suffix + all;
-    if (C::kRank == 1 && c + 1 <= place.last) to[1] = e[1] + (lane == 31 ? 0.0f : after) + all;
+    float* to = in.d_adt + place.head_token(in, h);
+    if (Own::has_tokens() && Own::token(0) <= place.last) to[Own::token(0)] = suffix + all;
+    if constexpr (kEach > 1) {
+      const float after = __shfl_down_sync(0xffffffff, suffix, 1);
+      if (Own::token(1) <= place.last) to[Own::token(1)] = e[1] + (lane == 31 ? 0.0f : after) + all;
+    }
   }
 };
 
@@ -503,7 +581,7 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
   for (int i = 0; i < place.heads + 2; ++i) {
     const int buffer = i % 2, h = place.head + i;
     TurnUnits<C> turning;
-    RowWeights<C> weights;
+    TokenWeights<C> weights;
     KeyRows<C> rows(memory, buffer);
     unsigned* turns = memory.template table<unsigned>(buffer, Memory::kTurns);
     if (i < place.heads) {
@@ -511,7 +589,7 @@ __device__ __forceinline__ void prepare_heads(const ChunkArrays& in, const Chunk
       if (warp == 3) weights.load(in, place, h);
       turning.load(in, place, h);
     }
-    if (i >= 2) barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
+    barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);  // new barriers do not keep the first heads waiting
     if (i < place.heads) {
       rows.copy(in, place);
       turning.store(turns);
@@ -579,31 +657,41 @@ __device__ __forceinline__ unsigned fragment_at(unsigned tile, int step) {
   return ((tile + swizzled(threadIdx.x / 32 % 4 * 16 + lane % 16, lane / 16)) ^ step % 4 * 32) + step / 4 * kPanel;
 }
 
-// The same of a table with rows of `pitch` bytes for tokens: words of 32 bits or pairs of 16, 16 bytes of two columns.
+// The same of a table with rows of `pitch` bytes for tokens: words of 32 bits, two columns of which are 16 bytes. Where
+// the rows of a lane are of one token, 32 columns of eight rows.
 template <class C>
 __device__ __forceinline__ unsigned table_fragment_at(unsigned table, int pitch, int step) {
-  const int lane = threadIdx.x % 32;
-  return table + (threadIdx.x / 32 % 4 * 16 + lane % 16) / C::kRank * pitch + (2 * step + lane / 16) * 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if constexpr (C::Order::kLate == 1)
+    return table + C::Order::token(warp * 16 + lane % 8) * pitch + (2 * step + lane / 8) * 16;
+  return table + C::Order::token(warp * 16 + lane % 16) * pitch + (2 * step + lane / 16) * 16;
 }
 
-// tile: the turned rows; turn: what the phases get, [half of the rows][8 columns], then shared among the ranks.
+// tile: the turned rows; turn: what the phases get, [the row's token][8 columns], then shared among the ranks.
 template <class C>
-__device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64], float (&turn)[C::kPairs / 2],
-                                          unsigned tile, unsigned turns, unsigned* bias) {
+__device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[64],
+                                          float (&turn)[C::Order::kLate * C::kPairs / 4], unsigned tile, unsigned turns,
+                                          unsigned* bias) {
   using Memory = ChunkMemory<C>;
-  constexpr int kTurned = C::kPairs / 4;  // of the 16 columns of accumulators
+  using Order = typename C::Order;
+  constexpr int kTurned = C::kPairs / 4;             // of the 16 columns of accumulators
+  constexpr int kApart = Order::kLate == 1 ? 2 : 1;  // rows of a lane of different ranks
+  constexpr int kSums = C::kRank == 1 ? 1 : 2;       // that a lane keeps of eight: other lanes have other tokens
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  unsigned* to = bias + (warp * C::kRank + lane / 4 % C::kRank) * Memory::kBiasPitch + lane % 4 +
-                 lane / (4 * C::kRank) * C::kRank * 4;
+  unsigned* to =
+      bias + (warp * C::kRank + Order::rank(lane / 4)) * Memory::kBiasPitch + lane % 4 + lane / (4 * kSums) * kSums * 4;
+  unsigned words[4];
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel) {
-    unsigned sums[8];
+    unsigned sums[kApart][8];
 #pragma unroll
     for (int step = 4 * panel; step < 4 * panel + 4; ++step) {
-      unsigned rows[4], words[4];  // [column][half of the rows]
+      unsigned rows[4];  // [column][half of the rows]; so are words, or of four columns
       if (2 * step < kTurned) {
         load_tiles(rows, fragment_at(tile, step));
-        load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
+        if (Order::kLate > 1 || step % 2 == 0) {
+          load_tiles(words, table_fragment_at<C>(turns, Memory::kTurnPitch * 4, step));
+        }
       }
 #pragma unroll
       for (int j = 2 * step; j < 2 * step + 2; ++j) {
@@ -613,23 +701,31 @@ __device__ __forceinline__ void turn_back(const float (&d)[64], float (&group)[6
           for (int half = 0; half < 2; ++half) {
             const float x = own[2 * half], y = own[2 * half + 1];
             const float2 was = unpack2(rows[j % 2 * 2 + half]);
-            const unsigned cs = words[j % 2 * 2 + half];
+            const unsigned cs = words[Order::kLate > 1 ? j % 2 * 2 + half : j % 4];
             const float cosine = Pair<__half>::low(cs), sine = Pair<__half>::high(cs);
-            turn[half * kTurned + j] = y * was.x - x * was.y;
+            float& sum = turn[Order::kLate > 1 ? half * kTurned + j : j];
+            sum = Order::kLate > 1 || half == 0 ? y * was.x - x * was.y : sum + y * was.x - x * was.y;
             own[2 * half] = x * cosine + y * sine;
             own[2 * half + 1] = y * cosine - x * sine;
           }
         }
-        sums[j % 8] = Pairs16::of(own[0] + own[2], own[1] + own[3]);
+        if constexpr (kApart == 1) {
+          sums[0][j % 8] = Pairs16::of(own[0] + own[2], own[1] + own[3]);
+        } else {
+          sums[0][j % 8] = Pairs16::of(own[0], own[1]), sums[kApart - 1][j % 8] = Pairs16::of(own[2], own[3]);
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) group[4 * j + e] += own[e];
       }
     }
-    share_pairs<8, 16, 4 * C::kRank>(sums);
 #pragma unroll
-    for (int i = 0; i < C::kRank; ++i) to[32 * panel + 4 * i] = sums[i];
+    for (int part = 0; part < kApart; ++part) {
+      share_pairs<8, 16, 4 * kSums>(sums[part]);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) to[2 * part * Memory::kBiasPitch + 32 * panel + 4 * i] = sums[part][i];
+    }
   }
-  share_sums<2 * kTurned, 2 * C::kRank, 4>(turn);
+  share_sums<Order::kLate * kTurned, C::kRank == 1 ? 2 : 4, 4>(turn);
 }
 
 // Where a token and pair have their place in a table of all of them: four pairs are together, and rows of whole lines
@@ -645,19 +741,19 @@ __device__ __forceinline__ int turn_at(int token, int pair) {
 template <class C>
 struct OwnTurns {
   using Memory = ChunkMemory<C>;
-  static constexpr int kTurned = C::kPairs / 4, kOwn = 2 * kTurned / C::kRank;
+  static constexpr int kTurned = C::kPairs / 4, kSums = C::Order::kLate * kTurned,
+                       kOwn = C::kRank == 1 ? kSums : kSums / 2;
   int token, pair;
 
   __device__ __forceinline__ OwnTurns() {
-    const int thread = thread_anew(), lane = thread % 32, row = thread / 32 * 16 + lane / 4, rank = lane / 4 % C::kRank;
-    constexpr int kParts = C::kRank == 1 ? 1 : C::kRank / 2;  // of a token's pairs
-    token = (row + (C::kRank == 1 ? 0 : rank / kParts * 8)) / C::kRank;
-    pair = rank % kParts * kOwn * 4 + lane % 4;
+    const int thread = thread_anew(), lane = thread % 32,
+              second = C::kRank == 1 ? 0 : lane / 4 % 2;  // half of the sums
+    token = C::Order::token(thread / 32 * 16 + lane / 4 + (C::Order::kLate > 1 ? 8 * second : 0));
+    pair = lane % 4 + (C::Order::kLate > 1 ? 0 : second * kOwn * 4);
   }
   // To a table, or on top of what is there: see `turn_at`.
   template <bool More>
-  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table,
-                                        const float (&turn)[C::kPairs / 2]) const {
+  __device__ __forceinline__ void store(const ChunkMemory<C>& memory, int table, const float (&turn)[kSums]) const {
     if constexpr (C::kRank == 1) {
       const int lane = thread_anew() % 32, row = token - lane / 4 + lane % 16;
       const unsigned first = memory.at(table);
@@ -732,9 +828,9 @@ __device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPl
   parts += (long long)place.part * in.batch * in.seq * C::kRank * C::kGroups * C::kN;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int c = (row + 8 * half) / C::kRank;
+    const int c = C::Order::token(row + 8 * half);
     if (c > place.last) continue;
-    const long long at = place.q_at(c, row % C::kRank);
+    const long long at = place.q_at(c, C::Order::rank(row + 8 * half));
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const int n = lane % 4 * 2 + 8 * j;
@@ -751,11 +847,11 @@ __device__ __forceinline__ void store_group(const ChunkArrays& in, const ChunkPl
   }
 }
 
-// Multiplies the rows of accumulators.
-template <int Size>
-__device__ __forceinline__ void scale_rows(float (&d)[Size], const float* rows) {
+// Multiplies the rows of accumulators, each by its token's number.
+template <class C, int Size>
+__device__ __forceinline__ void scale_rows(float (&d)[Size], const float* tokens) {
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-  const float low = rows[row], high = rows[row + 8];
+  const float low = tokens[C::Order::token(row)], high = C::Order::kLate > 1 ? tokens[C::Order::token(row + 8)] : low;
 #pragma unroll
   for (int i = 0; i < Size; i += 4) d[i] *= low, d[i + 1] *= low, d[i + 2] *= high, d[i + 3] *= high;
 }
@@ -816,50 +912,89 @@ __device__ __forceinline__ void store_dots(const float (&d)[32], unsigned panel,
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side.
 
-// M and dM from QK' and dO V' in half of the columns, and the sums of their elements. skip: what is on M's diagonal
-// besides.
+// A number of a token and, where tokens of a thread are neighbours, the next one's.
 template <class C>
-__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float (&along)[2], float (&same)[2], float skip,
-                                      const ChunkMemory<C>& memory, int buffer, int part) {
-  constexpr int kEach = C::kRank == 1 ? 1 : 2;  // neighbouring columns of a thread in one token
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4, first = 32 * part;
-  const float *decay = memory.rows(buffer, kDecay), *f = memory.rows(buffer, kF), *gamma = memory.rows(buffer, kGamma);
-  const float a[2] = {decay[row], decay[row + 8]}, own[2] = {gamma[row], gamma[row + 8]};
-  // That of the row, less the offset of the columns'; the same of rows.
-  const int token = row / C::kRank - lane % 4 * 2 / C::kRank - first / C::kRank, beyond = row - lane % 4 * 2 - first;
-  float down[8] = {};
+__device__ __forceinline__ float2 load_own(const float* from) {
+  if constexpr (C::kRank > 1) return make_float2(*from, 0.0f);
+  return *reinterpret_cast<const float2*>(from);
+}
+
+// M and dM from QK' and dO V' in half of the columns, and the sums of their elements. skip: what is on M's diagonal
+// besides. A pair of tokens has one weight.
+template <class C>
+__device__ __forceinline__ void weigh(float (&qk)[16], float (&ov)[16], float skip, const ChunkMemory<C>& memory,
+                                      int buffer, int part) {
+  using Order = typename C::Order;
+  constexpr int kLate = Order::kLate, kOwn = Order::kOwn / 2;  // tokens of a thread's rows, and of its columns
+  constexpr int kPair = 2 / kLate * C::kRank;                  // a thread's elements of a pair of tokens
+  const auto at_of = [](int i, int late, int n) {              // the n-th of them
+    const int column = i * C::kRank + n % C::kRank;
+    return column / 2 * 4 + 2 * (late + n / C::kRank) + column % 2;
+  };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+  const float *decay = memory.tokens(buffer, kDecay) + part * (C::kTokens / 2), *f = decay + kF * C::kTokens;
+  // The row's token, less what columns of all lanes have ahead; the same of rows.
+  const int token = Order::token(row) - part * (C::kTokens / 2), beyond = row - lane % 4 * 2 - 32 * part;
+  float2 early_a, early_f;
+  float a[kLate], own[kLate], along[kLate] = {}, same[kLate] = {}, down[kOwn] = {};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 a_j = *reinterpret_cast<const float2*>(decay + first + 8 * j + lane % 4 * 2),
-                 f_j = *reinterpret_cast<const float2*>(f + first + 8 * j + lane % 4 * 2);
+  for (int late = 0; late < kLate; ++late) {
+    const float* from = memory.tokens(buffer, kDecay) + Order::token(row + 8 * late);
+    a[late] = from[0], own[late] = from[kGamma * C::kTokens];
+  }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool meets = (half - j) % 2 == 0;  // else these eight rows have the diagonal in other columns
-      float decayed, diagonal;
+  for (int i = 0; i < kOwn; ++i) {
+    const int early = Order::own_token(i);
+    if (C::kRank > 1 || i % 2 == 0) {
+      early_a = load_own<C>(decay + early), early_f = load_own<C>(f + early);
+    }
+    const float a_early = i % 2 == 0 || C::kRank > 1 ? early_a.x : early_a.y,
+                f_early = i % 2 == 0 || C::kRank > 1 ? early_f.x : early_f.y;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (e % kEach == 0) {
-          const int before = token + (8 * half - 8 * j) / C::kRank - e;
-          decayed = exp2_fast(before > 0 ? a[half] - (e ? a_j.y : a_j.x) : -1e30f);  // 0 for what is not earlier
-          diagonal = before == 0 ? 1.0f : 0.0f;
+    for (int late = 0; late < kLate; ++late) {
+      // Else these eight rows have the diagonal in other columns.
+      const bool meets = kLate == 1 || (late - i * C::kRank / 2) % 2 == 0;
+      const int before = token + late * (8 / C::kRank) - early;
+      const float decayed = exp2_fast(before > 0 ? a[late] - a_early : -1e30f);  // 0 for what is not earlier
+      const float diagonal = before == 0 ? 1.0f : 0.0f;
+      float w = decayed * f_early, sum = 0.0f;
+#pragma unroll
+      for (int at = 0; at < kPair; ++at) {
+        const int x = at_of(i, late, at);
+        sum += qk[x] * ov[x];
+      }
+      down[i] += sum * decayed, along[late] += sum * w;
+      if (meets) same[late] += sum * diagonal, w += diagonal * own[late];
+#pragma unroll
+      for (int at = 0; at < kPair; ++at) {
+        const int x = at_of(i, late, at), half = x / 2 % 2, column = x / 4 * 2 + x % 2;
+        qk[x] *= w, ov[x] *= w;
+        if (C::kSkip && (half - column / 2) % 2 == 0) {
+          qk[x] += beyond - column / 4 * 16 == column % 2 ? skip : 0.0f;
         }
-        float &x = qk[4 * j + 2 * half + e], &y = ov[4 * j + 2 * half + e];
-        const float product = x * y;
-        float w = decayed * (e ? f_j.y : f_j.x);
-        down[2 * j + e] += product * decayed;
-        along[half] += product * w;
-        if (meets) {
-          same[half] += product * diagonal;
-          w += diagonal * own[half];
-        }
-        x *= w;
-        if (C::kSkip && meets) x += beyond + 8 * half - 8 * j == e ? skip : 0.0f;
-        y *= w;
       }
     }
   }
-  share_sums<8, 16, 4>(down);
-  memory.sums(buffer, kDown)[warp * C::kRows + first + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = down[0];
+  share_sums<kOwn, 16, kOwn == 2 ? 16 : kOwn == 4 ? 8 : 4>(down);
+#pragma unroll
+  for (int offset = kOwn == 2 ? 8 : 4; offset >= (kOwn == 8 ? 8 : 4); offset /= 2) {
+    down[0] += __shfl_xor_sync(0xffffffff, down[0], offset);
+  }
+  float* sums = memory.sums(buffer, 0);
+  if (C::kRank == 1 || lane % (8 * C::kRank / 2) < 4) {
+    sums[(kDown + warp) * C::kTokens + part * (C::kTokens / 2) + Order::own_token(lane / (4 * (8 / kOwn)))] = down[0];
+  }
+  // Of these a lane keeps one.
+  float all[2 * kLate];
+#pragma unroll
+  for (int late = 0; late < kLate; ++late) all[late] = along[late], all[kLate + late] = same[late];
+  share_sums<2 * kLate, 2, kLate == 1 ? 2 : 1>(all);
+  if constexpr (kLate == 1) all[0] += __shfl_xor_sync(0xffffffff, all[0], 1);
+  if constexpr (C::kRank > 1) all[0] += __shfl_xor_sync(0xffffffff, all[0], 4);
+  const int late = kLate == 1 ? 0 : lane % 2;
+  if (C::kRank == 1 || (lane % 8 < 4 && (kLate > 1 || lane % 2 == 0))) {
+    sums[(lane / 2 % 2 * (kSame - kAlong) + part) * C::kTokens + Order::token(row + 8 * late)] = all[0];
+  }
 }
 
 // Half of the columns of 64 rows, rounded, into a panel.
@@ -907,90 +1042,6 @@ __device__ __forceinline__ void gate_gradients(const float (&o)[32], const Chunk
   store_rows<C>(memory.base + slopes, in.d_z, place, h);
 }
 
-// A thread's part of what is summed over ranks and over tokens: two columns of a rank, in one of the kLanes equal parts
-// of 64 rows, every so many tokens. Neighbouring lanes have the others. With 8 parts a warpgroup has half of the
-// columns.
-template <class C, int kLanes>
-struct RankColumns {
-  static constexpr int kEach = C::kRows / kLanes, kNext = kLanes / C::kRank;  // tokens; from one to the next
-  int rank, first, column;
-
-  __device__ __forceinline__ RankColumns(int half) {
-    const int thread = thread_anew();
-    rank = thread % C::kRank, first = thread % kLanes / C::kRank, column = thread / kLanes * 2 + half * (C::kP / 2);
-  }
-  __device__ __forceinline__ float2 of_tile(const char* tile, int token) const {
-    const int row = token * C::kRank + rank;
-    return unpack2(*reinterpret_cast<const unsigned*>(tile + swizzled(row, column / 8) + column % 8 * 2));
-  }
-  __device__ __forceinline__ float2 of_tokens(const bf16* table, int token) const {
-    return unpack2(*reinterpret_cast<const unsigned*>(table + token * ChunkMemory<C>::kWidePitch + column));
-  }
-  __device__ __forceinline__ float2 weights(const float* of_ranks) const {
-    return *reinterpret_cast<const float2*>(of_ranks + rank * ChunkMemory<C>::kWidePitch + column);
-  }
-  // Sums over the ranks.
-  __device__ __forceinline__ float2 folded(float2 x) const {
-#pragma unroll
-    for (int offset = 1; offset < C::kRank; offset *= 2) {
-      x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
-    }
-    return x;
-  }
-  // Sums over the tokens, to a record [rank][column].
-  __device__ __forceinline__ void store(bf16* record, float2 x) const {
-#pragma unroll
-    for (int offset = C::kRank; offset < kLanes; offset *= 2) {
-      x.x += __shfl_xor_sync(0xffffffff, x.x, offset), x.y += __shfl_xor_sync(0xffffffff, x.y, offset);
-    }
-    if (first == 0) *reinterpret_cast<unsigned*>(record + rank * C::kP + column) = Pairs16::of(x.x, x.y);
-  }
-};
-
-// What depends on the output o, a tile of all ranks.
-template <class C>
-__device__ __forceinline__ void output_gradients(const char* o, const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                 const ChunkMemory<C>& memory, int h, int buffer) {
-  using Memory = ChunkMemory<C>;
-  constexpr int kKind = C::kTokens * Memory::kWidePitch, kWeight = C::kRank * Memory::kWidePitch;
-  const RankColumns<C, 4> own(0);
-  const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw);
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights);
-  const float2 fold = own.weights(weights + kWeight);
-  float2 spread = make_float2(1.0f, 1.0f);
-  if constexpr (C::kGate) spread = own.weights(weights + 2 * kWeight);
-  float2 d_fold = make_float2(0.0f, 0.0f), d_spread = d_fold;
-  bf16* d_z = in.d_z + place.token_head(own.first, h, C::kP) + own.column;
-#pragma unroll 8
-  for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i * own.kNext;
-    const float2 out = own.of_tile(o, c), dy = own.of_tokens(raw, c);
-    const float up[2] = {dy.x * out.x, dy.y * out.y};
-    if constexpr (C::kGate) {
-      const float2 both = own.of_tokens(raw + kKind, c);
-      const float z[2] = {both.x, both.y}, of_gate[2] = {spread.x, spread.y};
-      float silu[2], dx[2];  // dx: of the gate, but for the fold
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float half_gate = z[e] * (0.5f * of_gate[e]), tanh_gate = tanh_fast(half_gate);
-        const float seen = up[e] * (0.5f + 0.5f * tanh_gate);
-        silu[e] = half_gate + half_gate * tanh_gate;
-        dx[e] = seen + seen * (half_gate - half_gate * tanh_gate);
-      }
-      d_fold.x += up[0] * silu[0], d_fold.y += up[1] * silu[1];
-      d_spread.x += dx[0] * z[0], d_spread.y += dx[1] * z[1];
-      const float2 sum = own.folded(make_float2(dx[0] * (fold.x * spread.x), dx[1] * (fold.y * spread.y)));
-      if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_z) = Pairs16::of(sum.x, sum.y);
-      d_z += own.kNext * C::kHeads * C::kP;
-    } else {
-      d_fold.x += up[0], d_fold.y += up[1];
-    }
-  }
-  bf16* record = place.record(in, h);
-  own.store(record + C::kMimoOAt, d_fold);
-  own.store(record + C::kMimoZAt, make_float2(d_spread.x * fold.x, d_spread.y * fold.y));
-}
-
 // Half of the columns of M and dM of the i-th head, to where both sides and the output read them.
 template <class C>
 __device__ __forceinline__ void make_products(const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -1001,21 +1052,17 @@ __device__ __forceinline__ void make_products(const ChunkArrays& in, const Chunk
                  v = q + Memory::kV - Memory::kQ, adjoint = q + Memory::kAdjoint - Memory::kQ;
   const unsigned m = memory.at(Memory::kM), adjoint_m = memory.at(Memory::kAdjointM), further = part * (kPanel / 2);
   const float skip = C::kSkip ? __ldg(in.D + place.param(h)) : 0.0f;
-  float along[2] = {}, same[2] = {}, qk[16], ov[16];
+  float qk[16], ov[16];
   wgmma_fence();
-  multiply_tiles<32, 8, false, false>(qk, q, k + further, false);
-  multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false);
+  multiply_tiles<32, 8, false, false>(qk, q, k + further, false, memory.zero);
+  multiply_tiles<32, 4, false, false>(ov, adjoint, v + further, false, memory.zero);
   wgmma_commit();
   wgmma_wait<0>();
   pin(qk), pin(ov);
-  weigh<C>(qk, ov, along, same, skip, memory, buffer, part);
-  if (i > 0) barrier_wait(memory.products_free(), (i - 1) & 1);
+  weigh<C>(qk, ov, skip, memory, buffer, part);
+  barrier_wait(memory.products_free(), (i - 1) & 1);
   store_half(m, qk, part);
   store_half(adjoint_m, ov, part);
-  float sums[4] = {along[0], along[1], same[0], same[1]};  // of which a lane keeps that of its number in the quad
-  share_sums<4, 2, 1>(sums);
-  memory.sums(buffer, thread % 4 / 2 * (kSame - kAlong) + part)[thread / 32 * 16 + thread % 32 / 4 + thread % 2 * 8] =
-      sums[0];
   fence_async_proxy();
   __syncwarp();
   if (thread % 32 == 0) barrier_arrive(memory.products_here());
@@ -1057,80 +1104,350 @@ __device__ __forceinline__ void value_gradients(float (&d)[32], const ChunkArray
   }
 }
 
-// dV of the i-th head, and what values and their weights get of it.
+// Products with columns of the head in rows and a chunk's rows in columns, as they are where ranks have weights: a
+// thread has all ranks of kOwn tokens, in two of the head's columns, 8 apart, and folds them in registers.
+template <class C>
+struct Folded {
+  using Memory = ChunkMemory<C>;
+  using Order = typename C::Order;
+  static constexpr int kRank = C::kRank, kOwn = Order::kOwn, kKind = C::kTokens * Memory::kWidePitch;
+  static constexpr int kPitch = Memory::kWidePitch;
+
+  // The accumulator of an own token and a rank.
+  static __device__ constexpr int at(int half, int i, int r) {
+    return (i * kRank + r) / 2 * 4 + 2 * half + (i * kRank + r) % 2;
+  }
+  // The first of the thread's columns.
+  static __device__ __forceinline__ int column() {
+    const int thread = thread_anew();
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+
+  // Where `load_tiles_transposed` finds the warp's columns of 16 tokens of a table: eight columns, and the eight that
+  // are `second` numbers later; the next tokens are 16 rows on.
+  static __device__ __forceinline__ unsigned tokens_at(const bf16* table, int second) {
+    const int thread = thread_anew(), lane = thread % 32, row = lane % 8;
+    const int token = kRank == 1 ? row : row % 2 * 4 + row / 2;
+    return shared_address(table + (token + lane / 8 % 2 * 8) * kPitch + thread / 32 * 16 + lane / 16 * second);
+  }
+  // Of what lies there, that of an own token, in the first or the second place.
+  static __device__ __forceinline__ float of_token(const unsigned (&words)[kOwn], int second, int i) {
+    const unsigned pair = words[i / 4 * 4 + 2 * second + i / 2 % 2];
+    return i % 2 == 0 ? Pairs16::low(pair) : Pairs16::high(pair);
+  }
+  static __device__ __forceinline__ void load(unsigned (&words)[kOwn], unsigned at) {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 4) {
+      unsigned four[4];
+      load_tiles_transposed(four, at + i / 4 * (16 * kPitch * 2));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[i + k] = four[k];
+    }
+  }
+  // A warp's 16 columns of all tokens, rounded, to a table and from there to memory.
+  static __device__ __forceinline__ void store(const float (&x)[2 * kOwn], bf16* table, bf16* to,
+                                               const ChunkPlace<C>& place, int h) {
+    const unsigned at = tokens_at(table, 8);
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 4) {
+      const unsigned words[4] = {Pairs16::of(x[i], x[i + 1]), Pairs16::of(x[i + 2], x[i + 3]),
+                                 Pairs16::of(x[kOwn + i], x[kOwn + i + 1]),
+                                 Pairs16::of(x[kOwn + i + 2], x[kOwn + i + 3])};
+      store_tiles_transposed(at + i / 4 * (16 * kPitch * 2), words);
+    }
+    __syncwarp();
+    const int thread = thread_anew(), first = thread % 32 / 2, column = thread / 32 * 16 + thread % 2 * 8;
+#pragma unroll
+    for (int c = first; c < C::kTokens; c += 16) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(table + c * kPitch + column);
+      if (c <= place.last) *reinterpret_cast<uint4*>(to + place.token_head(c, h, C::kP) + column) = piece;
+    }
+  }
+
+  static __device__ __forceinline__ void scale(float (&d)[32], const float* tokens) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float by = tokens[Order::own_token(i)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int r = 0; r < kRank; ++r) d[at(half, i, r)] *= by;
+      }
+    }
+  }
+  // Sums over the warp's columns, of own tokens.
+  static __device__ __forceinline__ void store_sums(float (&x)[kOwn], float* to) {
+    const int lane = thread_anew() % 32;
+    share_sums<kOwn, 16, kOwn == 4 ? 8 : 4>(x);
+    if constexpr (kOwn == 4) x[0] += __shfl_xor_sync(0xffffffff, x[0], 4);
+    if (kOwn == 4 && lane % 8 >= 4) return;
+    constexpr int kKept = kOwn == 16 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) to[Order::own_token(lane / (kOwn == 4 ? 8 : 4) * kKept + i)] = x[i];
+  }
+  // Sums over the tokens, of two kinds or two columns, each with all ranks, to rows `apart` numbers apart.
+  static __device__ __forceinline__ void store_ranks(float (&x)[2 * kRank], bf16* to, int apart) {
+    const int lane = thread_anew() % 4;
+    constexpr int kKept = kRank == 4 ? 2 : 1;
+    share_sums<2 * kRank, 2, kRank == 1 ? 2 : 1>(x);
+    if constexpr (kRank == 1) x[0] += __shfl_xor_sync(0xffffffff, x[0], 1);
+    if (kRank == 1 && lane % 2 == 1) return;
+    const int first = kRank == 1 ? lane / 2 : lane * kKept;
+    to += first / kRank * apart + first % kRank * C::kP + column();
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) to[i * C::kP] = __float2bfloat16_rn(x[i]);
+  }
+};
+
+// dV of the i-th head, and what values and their weights get of it, where ranks have weights. o: queries times the
+// state, under way when this returns.
+template <class C>
+__device__ __forceinline__ void make_folded_values(float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                   const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  using Own = Folded<C>;
+  const int buffer = i % 2, h = place.head + i;
+  const unsigned k = memory.at(buffer * Memory::kInput + Memory::kK), adjoint = k + Memory::kAdjoint - Memory::kK;
+  bf16* table = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * Own::kKind;
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + Own::column();
+  float dv[32];
+  barrier_wait(memory.adjoint_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 8, false, false>(dv, memory.at(Memory::kStateAdjoint), k, false, memory.zero);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(dv);
+  if (threadIdx.x % 32 == 0) barrier_arrive(memory.adjoint_free());
+  unsigned values[Own::kOwn];
+  float spread[2][C::kRank], sums[2 * Own::kOwn];
+  // Values and weights are read again after the next product: registers are short.
+  const auto fold = [&] {
+    Own::load(values, Own::tokens_at(table, 8));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int r = 0; r < C::kRank; ++r) spread[half][r] = weights[r * Own::kPitch + 8 * half];
+#pragma unroll
+      for (int token = 0; token < Own::kOwn; ++token) {
+        float& sum = sums[half * Own::kOwn + token];
+        sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < C::kRank; ++r) sum += dv[Own::at(half, token, r)] * spread[half][r];
+      }
+    }
+  };
+  fold();
+  float written[Own::kOwn];
+#pragma unroll
+  for (int token = 0; token < Own::kOwn; ++token) {
+    written[token] =
+        Own::of_token(values, 0, token) * sums[token] + Own::of_token(values, 1, token) * sums[Own::kOwn + token];
+  }
+  Own::store_sums(written, memory.sums(buffer, kRead + Memory::kParts) + thread_anew() / 32 * C::kTokens);
+  Own::scale(dv, memory.tokens(buffer, kOut));
+  barrier_wait(memory.products_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 4, true, true>(dv, adjoint, memory.at(Memory::kM), true, memory.zero);
+  wgmma_commit();
+  barrier_wait(memory.state_here(), i & 1);
+  multiply_tiles<64, 8, false, false>(o, memory.at(Memory::kState), k + Memory::kQ - Memory::kK, false, memory.zero);
+  wgmma_commit();
+  wgmma_wait<1>();
+  pin(dv);
+  fold();
+  float d_spread[2 * C::kRank] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int token = 0; token < Own::kOwn; ++token) {
+      const float value = Own::of_token(values, half, token);
+      if (C::kFinal && place.t0 + C::Order::own_token(token) == in.seq - 1) {
+        sums[half * Own::kOwn + token] +=
+            in.d_final_v[((long long)place.b * C::kHeads + h) * C::kP + Own::column() + 8 * half];
+      }
+#pragma unroll
+      for (int r = 0; r < C::kRank; ++r) d_spread[half * C::kRank + r] += dv[Own::at(half, token, r)] * value;
+    }
+  }
+  Own::store_ranks(d_spread, place.record(in, h) + C::kMimoVAt, 8);
+  Own::store(sums, table, in.d_v, place, h);
+}
+
+// The gradients of gates and of the weights of outputs and gates, from the output, columns of the head in rows.
+template <class C>
+__device__ __forceinline__ void output_gradients(float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                 const ChunkMemory<C>& memory, int h, int buffer) {
+  using Memory = ChunkMemory<C>;
+  using Own = Folded<C>;
+  constexpr int kWeight = C::kRank * Own::kPitch;
+  bf16* table = memory.template table<bf16>(buffer, Memory::kRaw);
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + kWeight + Own::column();
+  bf16* record = place.record(in, h) + C::kMimoOAt;
+  float sums[2 * Own::kOwn];
+  unsigned at = Own::tokens_at(table, Own::kKind);
+  // The first half's program is the second one's as well, whose numbers take the place of the first one's.
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    unsigned words[Own::kOwn];  // of dy and of z
+    Own::load(words, at);
+    at += 16;
+    float fold[C::kRank], spread[C::kRank], d_ranks[2 * C::kRank] = {};
+#pragma unroll
+    for (int r = 0; r < C::kRank; ++r) {
+      fold[r] = weights[r * Own::kPitch];
+      spread[r] = C::kGate ? weights[kWeight + r * Own::kPitch] : 1.0f;
+    }
+    weights += 8;
+#pragma unroll
+    for (int token = 0; token < Own::kOwn; ++token) {
+      const float dy = Own::of_token(words, 0, token), z = Own::of_token(words, 1, token);
+      float sum = 0.0f;
+#pragma unroll
+      for (int r = 0; r < C::kRank; ++r) {
+        const float up = dy * o[Own::at(0, token, r)];
+        if constexpr (C::kGate) {
+          const float half_gate = z * (0.5f * spread[r]), tanh_gate = tanh_fast(half_gate);
+          const float on = 0.5f + 0.5f * tanh_gate, rest = half_gate - half_gate * tanh_gate;
+          const float seen = up * on, dx = seen + seen * rest;  // of the gate, but for the fold
+          d_ranks[r] += up * (half_gate + half_gate * tanh_gate);
+          d_ranks[C::kRank + r] += dx * z;
+          sum += dx * (fold[r] * spread[r]);
+        } else {
+          d_ranks[r] += up;
+        }
+        float next = o[Own::at(1, token, r)];
+        asm volatile("" : "+f"(next));  // else registers of the product are shuffled about while it runs
+        o[Own::at(0, token, r)] = next;
+      }
+      sums[token] = sums[Own::kOwn + token];
+      sums[Own::kOwn + token] = sum;
+    }
+#pragma unroll
+    for (int r = 0; r < C::kRank; ++r) d_ranks[C::kRank + r] *= fold[r];
+    Own::store_ranks(d_ranks, record, C::kRank * C::kP);
+    record += 8;
+  }
+  if constexpr (C::kGate) Own::store(sums, table + Own::kKind, in.d_z, place, h);
+}
+
+// The output of the i-th head, and what depends on it, where ranks have weights. o: see `make_folded_values`.
+template <class C>
+__device__ __forceinline__ void make_folded_output(float (&o)[32], const ChunkArrays& in, const ChunkPlace<C>& place,
+                                                   const ChunkMemory<C>& memory, int i) {
+  using Memory = ChunkMemory<C>;
+  using Own = Folded<C>;
+  const int buffer = i % 2, lane = thread_anew() % 32, warp = thread_anew() / 32;
+  const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ;
+  wgmma_wait<0>();
+  pin(o);
+  if (lane == 0) barrier_arrive(memory.state_free());
+  float read[Own::kOwn] = {};
+  const unsigned adjoint =
+      q + Memory::kAdjoint - Memory::kQ + swizzled(lane / 8 % 2 * 8 + lane % 8, 2 * warp + lane / 16);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    unsigned words[4];
+    load_tiles_transposed(words, adjoint + j * 1024);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* x = o + 4 * (j + n % 2) + n / 2 * 2;
+      const float2 dx = unpack2(words[n]);
+      read[(2 * j + n % 2 * 2) / C::kRank] += x[0] * dx.x;
+      read[(2 * j + n % 2 * 2 + 1) / C::kRank] += x[1] * dx.y;
+    }
+  }
+  Own::store_sums(read, memory.sums(buffer, kRead) + warp * C::kTokens);
+  Own::scale(o, memory.tokens(buffer, kIn));
+  wgmma_fence();
+  multiply_tiles<64, 4, true, false>(o, v, memory.at(Memory::kM), true, memory.zero);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(o);
+  if (lane == 0) barrier_arrive(memory.products_free());
+  output_gradients<C>(o, in, place, memory, place.head + i, buffer);
+}
+
+// dV of the i-th head.
 template <class C>
 __device__ __forceinline__ void make_values(const ChunkArrays& in, const ChunkPlace<C>& place,
                                             const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int lane = threadIdx.x % 32, buffer = i % 2, h = place.head + i;
+  const int buffer = i % 2;
   const unsigned k = memory.at(buffer * Memory::kInput + Memory::kK), v = k + Memory::kV - Memory::kK,
                  adjoint = k + Memory::kAdjoint - Memory::kK;
   float dv[32];
   barrier_wait(memory.adjoint_here(), i & 1);
   wgmma_fence();
-  multiply_tiles<64, 8, false, false>(dv, k, memory.at(Memory::kStateAdjoint), false);
+  multiply_tiles<64, 8, false, false>(dv, k, memory.at(Memory::kStateAdjoint), false, memory.zero);
   wgmma_commit();
   wgmma_wait<0>();
   pin(dv);
-  if (lane == 0) barrier_arrive(memory.adjoint_free());
-  store_dots(dv, v, memory.sums(buffer, kWritten));
-  scale_rows(dv, memory.rows(buffer, kOut));
+  if (threadIdx.x % 32 == 0) barrier_arrive(memory.adjoint_free());
+  store_dots(dv, v, memory.sums(buffer, kRead + Memory::kParts));
+  scale_rows<C>(dv, memory.tokens(buffer, kOut));
   barrier_wait(memory.products_here(), i & 1);
   wgmma_fence();
-  multiply_tiles<64, 4, true, true>(dv, memory.at(Memory::kM), adjoint, true);
+  multiply_tiles<64, 4, true, true>(dv, memory.at(Memory::kM), adjoint, true, memory.zero);
   wgmma_commit();
   wgmma_wait<0>();
   pin(dv);
-  if constexpr (C::kWeighted) {
-    if (i > 0) barrier_wait(memory.values_free(), (i - 1) & 1);
-    store_panel(memory.at(Memory::kValueOut), dv);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.values_here());
-  } else {
-    value_gradients<C>(dv, in, place, memory, h);
-  }
+  value_gradients<C>(dv, in, place, memory, place.head + i);
 }
 
+// The output of the i-th head, and what depends on it.
 template <class C>
-__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
-                                            const ChunkMemory<C>& memory) {
+__device__ __forceinline__ void make_output(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory, int i) {
   using Memory = ChunkMemory<C>;
-  const int thread = threadIdx.x % kTeam;
-#pragma unroll 1
-  for (int i = -1; i < place.heads; ++i) {
-    if (i + 1 < place.heads) stage_values<C>(in, place, memory, i + 1);
-    if (i < 0) continue;
-    const int buffer = i % 2, h = place.head + i;
-    const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
-                   adjoint = q + Memory::kAdjoint - Memory::kQ;
-    float o[32];
-    barrier_wait(memory.full(buffer), i / 2 & 1);
-    make_values<C>(in, place, memory, i);
-    barrier_wait(memory.state_here(), i & 1);
+  const int buffer = i % 2, lane = threadIdx.x % 32;
+  const unsigned q = memory.at(buffer * Memory::kInput + Memory::kQ), v = q + Memory::kV - Memory::kQ,
+                 adjoint = q + Memory::kAdjoint - Memory::kQ;
+  float o[32];
+  barrier_wait(memory.state_here(), i & 1);
+  wgmma_fence();
+  multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false, memory.zero);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(o);
+  if (lane == 0) barrier_arrive(memory.state_free());
+  store_dots(o, adjoint, memory.sums(buffer, kRead));
+  if constexpr (Memory::kSlopes) {
+    scale_rows<C>(o, memory.tokens(buffer, kIn));
     wgmma_fence();
-    multiply_tiles<64, 8, false, false>(o, q, memory.at(Memory::kState), false);
+    multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true, memory.zero);
     wgmma_commit();
     wgmma_wait<0>();
     pin(o);
-    if (thread % 32 == 0) barrier_arrive(memory.state_free());
-    store_dots(o, adjoint, memory.sums(buffer, kRead));
-    if constexpr (Memory::kOutput) {
-      scale_rows(o, memory.rows(buffer, kIn));
-      wgmma_fence();
-      multiply_tiles<64, 4, false, true>(o, memory.at(Memory::kM), v, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(o);
-      if (thread % 32 == 0) barrier_arrive(memory.products_free());
-      if constexpr (Memory::kSlopes) {
-        gate_gradients<C>(o, in, place, memory, h, buffer);
-      } else {
-        store_panel(memory.at(Memory::kOutputs), o);
-        named_barrier(4, kTeam);
-        output_gradients<C>(memory.base + Memory::kOutputs, in, place, memory, h, buffer);
-      }
-    } else if (thread % 32 == 0) {
-      barrier_arrive(memory.products_free());
+  }
+  if (lane == 0) barrier_arrive(memory.products_free());
+  if constexpr (Memory::kSlopes) gate_gradients<C>(o, in, place, memory, place.head + i, buffer);
+}
+
+// The values of the head after the i-th are staged while this one's products are under way.
+template <class C>
+__device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPlace<C>& place,
+                                            const ChunkMemory<C>& memory) {
+  const int thread = threadIdx.x % kTeam;
+  if constexpr (C::kWeighted) {
+    if (place.heads > 0) ValueRows<C>(in, place, memory, 0).stage(memory);
+  }
+#pragma unroll 1
+  for (int i = C::kWeighted ? 0 : -1; i < place.heads; ++i) {
+    const int buffer = i % 2;
+    const bool more = i + 1 < place.heads;
+    if constexpr (C::kWeighted) {
+      float o[32];
+      const ValueRows<C> next(in, place, memory, i + 1, more);
+      barrier_wait(memory.full(buffer), i / 2 & 1);
+      make_folded_values<C>(o, in, place, memory, i);
+      if (more) next.stage(memory);
+      make_folded_output<C>(o, in, place, memory, i);
+    } else {
+      if (more) stage_values<C>(in, place, memory, i + 1);
+      if (i < 0) continue;
+      barrier_wait(memory.full(buffer), i / 2 & 1);
+      make_values<C>(in, place, memory, i);
+      make_output<C>(in, place, memory, i);
     }
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(memory.empty(buffer));
@@ -1141,32 +1458,6 @@ __device__ __forceinline__ void output_side(const ChunkArrays& in, const ChunkPl
 // ---------------------------------------------------------------------------------------------------------------------
 // The query side and the key side.
 
-// From half of the columns of dV, a tile of all ranks.
-template <class C>
-__device__ __forceinline__ void rank_value_gradients(const char* d, const ChunkArrays& in, const ChunkPlace<C>& place,
-                                                     const ChunkMemory<C>& memory, int h, int buffer, int half) {
-  using Memory = ChunkMemory<C>;
-  const RankColumns<C, 8> own(half);
-  const bf16* values = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * C::kTokens * Memory::kWidePitch;
-  const float2 spread = own.weights(memory.template table<float>(buffer, Memory::kWeights));
-  float2 d_spread = make_float2(0.0f, 0.0f);
-  bf16* d_v = in.d_v + place.token_head(own.first, h, C::kP) + own.column;
-#pragma unroll
-  for (int i = 0; i < own.kEach; ++i) {
-    const int c = own.first + i * own.kNext;
-    const float2 dx = own.of_tile(d, c), v = own.of_tokens(values, c);
-    d_spread.x += dx.x * v.x, d_spread.y += dx.y * v.y;
-    float2 sum = own.folded(make_float2(dx.x * spread.x, dx.y * spread.y));
-    if (C::kFinal && place.t0 + c == in.seq - 1) {
-      const float* from = in.d_final_v + ((long long)place.b * C::kHeads + h) * C::kP + own.column;
-      sum.x += from[0], sum.y += from[1];
-    }
-    if (own.rank == 0 && c <= place.last) *reinterpret_cast<unsigned*>(d_v) = Pairs16::of(sum.x, sum.y);
-    d_v += own.kNext * C::kHeads * C::kP;
-  }
-  own.store(place.record(in, h) + C::kMimoVAt, d_spread);
-}
-
 // The gradient of the last token's keys as part of the final state.
 template <class C>
 __device__ __forceinline__ void add_final_key(float (&d)[64], const ChunkArrays& in, const ChunkPlace<C>& place,
@@ -1174,8 +1465,8 @@ __device__ __forceinline__ void add_final_key(float (&d)[64], const ChunkArrays&
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (place.t0 + (row + 8 * half) / C::kRank != in.seq - 1) continue;
-    const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + row % C::kRank) * C::kN;
+    if (place.t0 + C::Order::token(row + 8 * half) != in.seq - 1) continue;
+    const long long key = (((long long)place.b * C::kHeads + h) * C::kRank + C::Order::rank(row + 8 * half)) * C::kN;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       d[4 * j + 2 * half] += in.d_final_k[key + C::column(8 * j + lane % 4 * 2)];
@@ -1219,7 +1510,8 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     barrier_wait(memory.adjoint_here(), i & 1);
     float d[64];
     wgmma_fence();
-    multiply_tiles<128, 4, false, true>(d, query ? adjoint : v, state, false);
+    const unsigned rows = Memory::kScaled ? q + (query ? Memory::kEntering : Memory::kLeaving) : query ? adjoint : v;
+    multiply_tiles<128, 4, false, true>(d, rows, state, false, memory.zero);
     wgmma_commit();
     // <T, s> and dO . V in half of the columns.
     float dots[2] = {
@@ -1229,28 +1521,33 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     share_sums<2, 16, 16>(dots);
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) dots[0] += __shfl_xor_sync(0xffffffff, dots[0], offset);
-    if (lane % 16 == 0) memory.sums(buffer, kCarried)[lane / 2 + 4 * part + thread / 32] = dots[0];
+    if (lane % 16 == 0) memory.carried(buffer)[lane / 2 + 4 * part + thread / 32] = dots[0];
     fence_async_proxy();  // what was read of the states, ahead of the copies that replace them
     __syncwarp();
-    wgmma_wait<0>();
-    pin(d);
-    if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
-    scale_rows(d, memory.rows(buffer, query ? kIn : kOut));
+    if constexpr (!Memory::kScaled) {
+      wgmma_wait<0>();
+      pin(d);
+      if (lane == 0) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
+      scale_rows<C>(d, memory.tokens(buffer, query ? kIn : kOut));
+    }
     barrier_wait(memory.products_here(), i & 1);
-    wgmma_fence();
+    if constexpr (!Memory::kScaled) wgmma_fence();
     if (query) {
-      multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true);
+      multiply_tiles<128, 4, false, true>(d, adjoint_m, k, true, memory.zero);
     } else {
-      multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true);
+      multiply_tiles<128, 4, true, true>(d, adjoint_m, q, true, memory.zero);
     }
     wgmma_commit();
     wgmma_wait<0>();
     pin(d);
-    if (lane == 0) barrier_arrive(memory.products_free());
+    if (lane == 0) {
+      if constexpr (Memory::kScaled) barrier_arrive(memory.state_free()), barrier_arrive(memory.adjoint_free());
+      barrier_arrive(memory.products_free());
+    }
     if constexpr (C::kFinal) {
       if (!query) add_final_key<C>(d, in, place, h);
     }
-    float turn[C::kPairs / 2];
+    float turn[OwnTurns<C>::kSums];
     turn_back<C>(d, group, turn, query ? q : k, memory.at(Memory::kTables + buffer * Memory::kTable + Memory::kTurns),
                  bias);
     __syncwarp();
@@ -1268,12 +1565,6 @@ __device__ __forceinline__ void product_side(const ChunkArrays& in, const ChunkP
     named_barrier(team, kTeam);  // sums of biases are those of all warps
     sum_of_warps<C>(bias, record);
     states += states_apart, record += C::kRecord;
-    if constexpr (C::kWeighted) {
-      barrier_wait(memory.values_here(), i & 1);
-      rank_value_gradients<C>(memory.base + Memory::kValueOut, in, place, memory, h, buffer, part);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(memory.values_free());
-    }
     if (thread == 0 && i + 1 < place.heads) {
       barrier_wait(state_free, i & 1);
       ask(i + 2 < place.heads);
@@ -1299,7 +1590,7 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
                        mimo_z,    D,         gamma,  f,       decay, phases,  states, adjoints, d_final_angle,
                        d_final_k, d_final_v, angles, d_adt,   d_f,   d_gamma, d_v,    d_z,      d_q,
                        d_k,       q_sums,    k_sums, records, batch, seq,     parts};
-  const ChunkMemory<C> memory{shared};
+  const ChunkMemory<C> memory{shared, static_cast<unsigned>(seq) >> 31};
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -1312,8 +1603,6 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
     barrier_init(memory.state_free(), 12);
     barrier_init(memory.adjoint_free(), 12);
     barrier_init(memory.products_free(), 12);
-    barrier_init(memory.values_here(), 4);
-    barrier_init(memory.values_free(), 8);
     fence_barrier_init();
   }
   let_next_kernel_start();
@@ -1321,10 +1610,10 @@ __global__ void __launch_bounds__(4 * kTeam, 1)
   __syncthreads();
   const int team = uniform(threadIdx.x / kTeam);
   if (team < 2) {
-    take_registers<176>();
+    take_registers<C::kWeighted ? 160 : 176>();
     product_side<C>(in, ChunkPlace<C>(in), memory, team == 0);
   } else if (team == 2) {
-    give_registers<80>();
+    give_registers<C::kWeighted ? 112 : 80>();
     output_side<C>(in, ChunkPlace<C>(in), memory);
   } else {
     give_registers<80>();

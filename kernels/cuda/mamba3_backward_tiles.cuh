@@ -22,6 +22,24 @@ namespace jax_ssd {
 using bf16 = __nv_bfloat16;
 using Pairs16 = Pair<bf16>;
 
+// The order of a chunk's tokens and ranks in the rows of its tiles. It is such that a thread that has 16 of them, rows
+// or columns 8 j + 2 (lane % 4) + e of accumulators, has all ranks of kOwn tokens, the own ones. kLate: the tokens of
+// two rows that are 8 apart.
+template <int Rank>
+struct ChunkOrder {
+  static constexpr int kOwn = 16 / Rank, kLate = Rank < 4 ? 2 : 1;
+
+  static __device__ __forceinline__ int token(int row) { return Rank < 4 ? row / Rank : row / 16 * 4 + row % 8 / 2; }
+  static __device__ __forceinline__ int rank(int row) { return Rank < 4 ? row % Rank : row % 2 + row / 8 % 2 * 2; }
+  static __device__ __forceinline__ int row(int token, int rank) {
+    return Rank < 4 ? token * Rank + rank : token / 4 * 16 + token % 4 * 2 + rank % 2 + rank / 2 * 8;
+  }
+  static __device__ __forceinline__ int own_token(int i) {
+    const int lane = threadIdx.x % 4;
+    return Rank == 1 ? i / 2 * 8 + lane * 2 + i % 2 : 4 * i + lane;
+  }
+};
+
 // Half: rotated pairs are (i, i + 64), else (2i, 2i + 1). SharedParams: parameters have one row for all of the batch.
 // Weighted: ranks have weights, and are folded. State, Final: there is an initial state, a cotangent of the final one.
 template <int Heads, int Groups, int Rank, int Pairs, bool Half, bool SharedParams, bool Weighted, bool Gate, bool Skip,
@@ -31,6 +49,7 @@ struct BackwardCall {
   static constexpr bool kHalf = Half, kSharedParams = SharedParams, kWeighted = Weighted, kGate = Gate, kSkip = Skip,
                         kState = State, kFinal = Final;
   static constexpr int kRows = 64, kN = 128, kP = 64, kTokens = kRows / Rank, kGroupHeads = Heads / Groups;
+  using Order = ChunkOrder<Rank>;
   static_assert((Rank == 1 || Rank == 2 || Rank == 4) && Pairs % (Rank == 4 ? 8 : 4) == 0 && Pairs <= kN / 2);
 
   // A chunk's part of the parameters' gradients, of one head, as mamba3_backward_time.cu sums them up.
