@@ -45,6 +45,9 @@ def forward(p: Problem, operands: dict[str, np.ndarray], split: Split | None = N
         (SMALL, None, 132),
         ({"seq": 64, "return_final_state": False, "state": 128}, None, 132),
         ({**SCAN, "seq": 520, "batch": 1}, Split(2, 2, 3, 3), 132),
+        # Segments that find their start states themselves.
+        ({**SCAN, "seq": 450, "batch": 1}, Split(2, 2, 3, 4, own_starts=True), 132),
+        ({"seq": 321, "heads": 2, "groups": 2, "state": 320, "param_rows": 2}, Split(2, 1, 4, 2, own_starts=True), 132),
         # 4 rows of 4 chunks in 3 ranges: rows that are cut pass their state on.
         ({"seq": 200, "has_initial_state": True, "groups": 2}, Split(2, 1, 1, 4), 3),
         ({"seq": 48, "batch": 1, "heads": 2, "head_dim": 128, "has_D": True}, None, 132),
@@ -69,15 +72,27 @@ def test_the_forward_equals_the_sequential_scan(changes, split, multiprocessors,
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("x", np.nan), ("x", np.inf), ("dt", np.nan), ("B", np.nan), ("B", np.inf), ("C", np.nan)]
+    ("name", "value", "split"),
+    [
+        ("x", np.nan, None),
+        ("x", np.inf, None),
+        ("dt", np.nan, None),
+        ("B", np.nan, None),
+        ("B", np.inf, None),
+        ("C", np.nan, None),
+        ("x", np.nan, Split(1, 1, 2, 2, own_starts=True)),
+        ("dt", np.nan, Split(1, 1, 2, 2, own_starts=True)),
+        ("B", np.inf, Split(1, 1, 2, 2, own_starts=True)),
+    ],
+    ids=str,
 )
-def test_what_is_not_finite_shows_at_its_token_and_after(name, value):
+def test_what_is_not_finite_shows_at_its_token_and_after(name, value, split):
     p = model(**SMALL)
     operands = random_operands(p)
-    clean = forward(p, operands)
+    clean = forward(p, operands, split)
     at = {"x": (1, 85, 2, 5), "dt": (1, 85, 2), "B": (1, 85, 0, 3), "C": (1, 85, 0, 3)}[name]
     operands[name][at] = value
-    got, expected = forward(p, operands), scan_float64.scan(p, operands)
+    got, expected = forward(p, operands, split), scan_float64.scan(p, operands)
     for result, array in got.items():
         finite = np.isfinite(array.astype(np.float32))
         np.testing.assert_array_equal(finite, np.isfinite(expected[result]), err_msg=result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,12 @@ def test_other_architectures_are_refused():
 @pytest.mark.parametrize("name", ["warpgroups", "blocks", "segments", "chunks_per_segment"])
 def test_splits_that_make_no_sense(name):
     with pytest.raises(ValueError, match=name):
-        Split(**{"warpgroups": 2, "blocks": 2, "segments": 1, "chunks_per_segment": 4, name: 0})
+        replace(Split(2, 2, 1, 4), **{name: 0})
+
+
+def test_a_single_segment_starts_with_its_row():
+    with pytest.raises(ValueError, match="own_starts with one segment"):
+        Split(2, 2, 1, 4, own_starts=True)
 
 
 @pytest.mark.parametrize(("warpgroups", "blocks"), [(3, 1), (2, 3), (1, 5)])
@@ -79,6 +85,7 @@ def test_splits_that_no_multiprocessor_holds(warpgroups, blocks):
         ({}, Split(2, 2, 2, 1), "the 4 chunks of a row"),  # tokens are left
         ({}, Split(2, 2, 1, 3), "the 4 chunks of a row"),
         ({}, Split(2, 2, 3, 2), "the 4 chunks of a row"),  # a segment is empty
+        ({}, Split(2, 2, 3, 2, own_starts=True), "the 4 chunks of a row"),  # two are enough
         ({}, Split(1, 3, 1, 4), "does not divide 4 blocks of a group"),
         ({}, Split(1, 4, 1, 4), "more than 16384 elements of state"),
         ({"state": 256}, Split(2, 2, 1, 4), "more than 16384 elements of state"),
@@ -101,6 +108,11 @@ def test_splits_that_do_not_fit_the_problem(changes, split, said):
         ({**FIRST, "state": 512}, Split(2, 1, 4, 64), [96, 2048, 128]),  # and one of 512 two warpgroups
         ({"batch": 1, "seq": 131072, "heads": 128, "groups": 8}, Split(2, 2, 4, 512), [96, 2048, 128]),
         ({"batch": 4, "seq": 1024, "heads": 8}, Split(1, 1, 4, 4), [96, 512, 128]),  # short: single blocks
+        # Short, with room in y for the start states of two segments or none: each finds its own.
+        ({"batch": 4, "seq": 1024, "heads": 8, "state": 256}, Split(2, 1, 8, 4, own_starts=True), [128]),
+        ({"batch": 4, "seq": 1024, "heads": 8, "state": 512}, Split(2, 1, 4, 6, own_starts=True), [128]),
+        ({"batch": 4, "seq": 2048, "heads": 8, "state": 512}, Split(2, 1, 4, 12, own_starts=True), [128]),
+        ({"batch": 4, "seq": 2048, "heads": 8, "state": 256}, Split(1, 1, 4, 8), [96, 1024, 128]),
         ({"seq": 100}, Split(1, 1, 1, 2), [8]),  # too short to be cut
         ({"batch": 132, "heads": 6, "groups": 3}, Split(2, 1, 1, 4), [132]),  # groups of two heads
         ({"batch": 4096, "seq": 16, "heads": 24, "return_final_state": False}, Split(2, 2, 1, 1), [132]),
@@ -130,12 +142,29 @@ def test_rows_are_cut_where_a_state_has_room(sizes, cut):
     assert [one.pdl for one in plan.launches] == ([False, True] if cut else [False])
 
 
+@pytest.mark.parametrize(("chunks", "length"), [(2, 1), (16, 7), (16, 10), (63, 30), (4096, 2000)])
+def test_segments_with_starts_of_their_own_are_done_at_once(chunks, length):
+    starts = plan_cuda.own_starts(chunks, length)
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], chunks], strict=True)]
+    assert min(lengths) > 0 and lengths[0] == length
+    work = [start * plan_cuda.LEAD_PERCENT / 100 + count for start, count in zip(starts, lengths, strict=True)]
+    assert all(length <= one < length + 1 for one in work[:-1]) and work[-1] < length + 1
+
+
+def test_segments_with_starts_of_their_own_need_no_other_kernel():
+    plan = plan_cuda.forward(model(seq=1024, state=512), Split(2, 1, 3, 8, own_starts=True))
+    assert [one.grid[0] for one in plan.launches] == [3 * 2 * 4] and not plan.scratch
+
+
 @pytest.mark.parametrize("seq", [48, 64, 65, 1000, 4097, 70_000])
 @pytest.mark.parametrize("rows", [1, 5, 33, 66])
 def test_segments_cover_a_row_and_none_is_empty(seq, rows):
     chosen = plan_cuda.split(model(batch=rows, seq=seq))
     chunks = -(-seq // plan_cuda.CHUNK)
-    assert (chosen.segments - 1) * chosen.chunks_per_segment < chunks <= chosen.segments * chosen.chunks_per_segment
+    if chosen.own_starts:
+        assert chosen.segments == len(plan_cuda.own_starts(chunks, chosen.chunks_per_segment))
+    else:
+        assert (chosen.segments - 1) * chosen.chunks_per_segment < chunks <= chosen.segments * chosen.chunks_per_segment
 
 
 @pytest.mark.parametrize("state", [64, 128, 192, 256, 320, 448, 512])

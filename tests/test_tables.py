@@ -117,7 +117,10 @@ def _sizes(tunable: tune.Tunable, choice: Any, told: dict[str, Any]) -> Iterator
     """
     short = told | {"batch": min(told["batch"], 5), "groups": 1}  # rows that share a chunk keep their length
     whole = told | {"batch": 1, "groups": 1, "return_final_state": True}
-    if isinstance(choice, plan_cuda.Split) and choice.segments > 1:
+    if isinstance(choice, plan_cuda.Split) and choice.own_starts:
+        choice = dataclasses.replace(choice, segments=min(choice.segments, 3), chunks_per_segment=2)
+        sizes = [whole | {"seq": (2 * choice.segments - 2) * plan_cuda.CHUNK + 1}]
+    elif isinstance(choice, plan_cuda.Split) and choice.segments > 1:
         least = plan_cuda.shortest_piece(problem_of(tunable.op, told))
         of_segment, segments = least // plan_cuda.CHUNK + 1, min(choice.segments, 3)
         choice = dataclasses.replace(choice, segments=segments, chunks_per_segment=of_segment)

@@ -74,17 +74,22 @@ def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
     """The number of segments follows from their length."""
     if split is not None:
         chunks = math.ceil(p.seq / plan_cuda.CHUNK)
-        segments = math.ceil(chunks / split.chunks_per_segment)
-        split = replace(split, segments=segments, chunks_per_segment=min(split.chunks_per_segment, chunks))
+        length = min(split.chunks_per_segment, chunks)
+        segments = len(plan_cuda.own_starts(chunks, length)) if split.own_starts else math.ceil(chunks / length)
+        split = replace(split, segments=segments, chunks_per_segment=length)
     return plan_cuda.forward(p, split)
 
 
 def _cuda_forward_values(p: Problem) -> Values:
-    chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p).segments
+    chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p)
+    lengths = {math.ceil(chunks / n) for n in _around(start.segments, chunks)}
+    if start.own_starts:
+        lengths |= {n for n in range(start.chunks_per_segment - 2, start.chunks_per_segment + 3) if 0 < n < chunks}
     return {
         "warpgroups": (1, 2),
         "blocks": (1, 2),
-        "chunks_per_segment": [math.ceil(chunks / n) for n in _around(start, chunks)],
+        "chunks_per_segment": sorted(lengths, reverse=True),
+        "own_starts": (False, True),
     }
 
 
@@ -147,7 +152,7 @@ CUDA_FORWARD = Tunable(
     _cuda_forward,
     plan_cuda.split,
     _cuda_forward_values,
-    local=("warpgroups", "blocks", "segments", "chunks_per_segment"),
+    local=("warpgroups", "blocks", "segments", "chunks_per_segment", "own_starts"),
 )
 CUDA_BACKWARD = Tunable(
     "mamba2_backward",

@@ -6,6 +6,8 @@ the cuTile kernels do faster.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,6 +40,12 @@ FEWEST_THREAD_BLOCKS = 32  # with so many the cuTile kernels took 13 to 27 % lon
 CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.62, (1, 2): 0.85, (1, 1): 0.5}
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
 STATE_COST, SEGMENT_COST = 0.5, 1.5
+# Where thread blocks find their start states themselves, a segment is shorter than the first by so many hundredths of
+# the chunks before it.
+LEAD_PERCENT = 25
+# Of a chunk whose y is computed: what one of those before costs, of which the state alone is; and what else that costs.
+LEAD_COST, LEADS_COST = 0.35, 2.0
+PASSED = 0.82  # what segments that pass states on took of their cost here, beside single ones, with large states
 CARRY_THREADS = 128
 
 
@@ -48,17 +56,23 @@ class Split:
     A state of more than 256 is kept by two warpgroups.
 
     segments: of each row, chunks_per_segment long. With one, rows are lined up and cut into equal ranges.
+
+    own_starts: whether the thread block of a segment finds the state at its start itself, by a walk from the start of
+    the row. Then chunks_per_segment is the length of the first segment, and later ones are shorter.
     """
 
     warpgroups: int
     blocks: int
     segments: int
     chunks_per_segment: int
+    own_starts: bool = False
 
     def __post_init__(self):
         for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.own_starts and self.segments == 1:
+            raise ValueError("Split.own_starts with one segment: it starts with the row.")
         if self.warpgroups > MOST_WARPGROUPS:  # they would wait for each other's registers forever
             raise ValueError(
                 f"Split.warpgroups={self.warpgroups}: a multiprocessor has registers for {MOST_WARPGROUPS}."
@@ -134,6 +148,14 @@ def shortest_piece(problem: Problem) -> int:
 
 def split(problem: Problem) -> Split:
     """The heuristic: the division in which the busiest thread block is done first."""
+    passing = _passing(problem)
+    cost = _cost(problem, passing) * (PASSED if passing.segments > 1 else 1)
+    own = min(_own_splits(problem), key=lambda division: _cost(problem, division), default=passing)
+    return own if _cost(problem, own) < cost else passing
+
+
+def _passing(problem: Problem) -> Split:
+    """The best division of those whose thread blocks find no start states themselves."""
     return min(_splits(problem), key=lambda division: _cost(problem, division))
 
 
@@ -151,6 +173,35 @@ def _splits(problem: Problem) -> Iterator[Split]:
             segments = math.ceil(chunks / per_segment)
             if _shortest_segment(p, segments, per_segment) >= shortest_piece(p):
                 yield Split(warpgroups, blocks, segments, per_segment)
+
+
+def _own_splits(problem: Problem) -> Iterator[Split]:
+    """Divisions worth trying whose thread blocks find their start states themselves."""
+    chunks = math.ceil(problem.seq / CHUNK)
+    for warpgroups, blocks in CHUNK_COSTS:
+        if chunks > 1 and _fits(problem, warpgroups, blocks):
+            most = MULTIPROCESSORS // _rows(problem, warpgroups, blocks)
+            if most > 1:
+                length = _shortest_first(chunks, most)
+                yield Split(warpgroups, blocks, len(own_starts(chunks, length)), length, own_starts=True)
+
+
+def own_starts(chunks: int, length: int) -> list[int]:
+    """The first chunk of each segment where their thread blocks find the state there themselves: `Pieces`."""
+    starts, end = [], 0
+    while end < chunks:
+        starts.append(end)
+        end += max(1, length - end * LEAD_PERCENT // 100)
+    return starts
+
+
+def _shortest_first(chunks: int, most: int) -> int:
+    """The least length of the first of at most so many segments, two or more, whose starts are found by themselves.
+
+    Were it less than the last one's walk to its start takes, it would not be done earlier.
+    """
+    lengths = range(math.ceil(chunks * LEAD_PERCENT / 100), chunks)
+    return lengths[bisect.bisect_left(lengths, -most, key=lambda length: -len(own_starts(chunks, length)))]
 
 
 def _fits(problem: Problem, warpgroups: int, blocks: int) -> bool:
@@ -175,6 +226,10 @@ def _cost(problem: Problem, division: Split) -> float:
     d = division
     rows = _rows(problem, d.warpgroups, d.blocks)
     chunk = CHUNK_COSTS[d.warpgroups, d.blocks]
+    if d.own_starts:
+        starts = [*own_starts(math.ceil(problem.seq / CHUNK), d.chunks_per_segment), math.ceil(problem.seq / CHUNK)]
+        longest = max(end - start + LEAD_COST * start for start, end in itertools.pairwise(starts))
+        return chunk * longest + LEADS_COST
     if d.segments == 1:
         return chunk * d.chunks_per_segment * max(1.0, rows / MULTIPROCESSORS)
     return chunk * d.chunks_per_segment * (1 + STATE_COST) + SEGMENT_COST
@@ -190,20 +245,25 @@ def forward(problem: Problem, config: Split | None = None) -> Plan:
     if config is not None:
         _check_split(problem, config)
         return _Forward(problem, config).plan()
-    chosen = _Forward(problem, split(problem))
-    if chosen.thread_blocks < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
+    # Counted without the thread blocks that walk the same chunks again: such small calls were not timed.
+    filled = _Forward(problem, _passing(problem)).thread_blocks
+    if filled < FEWEST_THREAD_BLOCKS and problem.state <= plan.LARGEST_STATE:
         raise NotImplementedError(
-            f"the CUDA C++ kernels take calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got "
-            f"{chosen.thread_blocks}: smaller ones are left to the cuTile kernels"
+            f"the CUDA C++ kernels take calls that fill {FEWEST_THREAD_BLOCKS} thread blocks or more, got {filled}: "
+            f"smaller ones are left to the cuTile kernels"
         )
-    return chosen.plan()
+    return _Forward(problem, split(problem)).plan()
 
 
 def _check_split(problem: Problem, config: Split) -> None:
     """Raises ValueError for work left out, done twice or waited for in vain."""
     p, c = problem, config
     chunks = math.ceil(p.seq / CHUNK)
-    if not (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment:
+    if c.own_starts:
+        whole = c.segments == len(own_starts(chunks, c.chunks_per_segment))
+    else:
+        whole = (c.segments - 1) * c.chunks_per_segment < chunks <= c.segments * c.chunks_per_segment
+    if not whole:
         raise ValueError(f"{c} does not divide the {chunks} chunks of a row: a segment is empty or tokens are left")
     if not _fits(p, c.warpgroups, c.blocks):
         raise ValueError(
@@ -211,7 +271,7 @@ def _check_split(problem: Problem, config: Split) -> None:
             f"warpgroups keep more than {MOST_STATE_ELEMENTS} elements of state"
         )
     shortest = _shortest_segment(p, c.segments, c.chunks_per_segment)
-    if c.segments > 1 and shortest < shortest_piece(p):
+    if c.segments > 1 and not c.own_starts and shortest < shortest_piece(p):
         raise ValueError(
             f"{c} has a segment of {shortest} tokens: its start state takes the room of {shortest_piece(p)} in y"
         )
@@ -233,11 +293,12 @@ class _Forward:
         self.results = (y, final) if p.return_final_state else (y,)
         totals = Buffer("totals", (self.rows, c.segments - 1, self.blocks_here), "float32")
         flags = Buffer("flags", (self.thread_blocks, c.warpgroups), "int32")
-        self.scratch = (totals,) if c.segments > 1 else (flags,) if self.cuts_rows() else ()
+        self.passes_states = c.segments > 1 and not c.own_starts
+        self.scratch = (totals,) if self.passes_states else (flags,) if self.cuts_rows() else ()
 
     def plan(self) -> Plan:
         whole = self.walk(self.thread_blocks, False)
-        if self.config.segments > 1:
+        if self.passes_states:
             launches = (self.walk(self.rows * (self.config.segments - 1), True), self.carry(), whole)
         else:
             launches = (self.clear(), whole) if self.cuts_rows() else (whole,)
@@ -247,6 +308,8 @@ class _Forward:
 
     def cuts_rows(self) -> bool:
         """Whether a row of the line of chunks is divided among thread blocks: kernels' `Pieces::cut`."""
+        if self.config.segments > 1:
+            return False
         chunks = math.ceil(self.problem.seq / CHUNK)
         cuts = (self.rows * chunks * i // self.thread_blocks % chunks for i in range(self.thread_blocks))
         return any(cut and self.problem.seq - cut * CHUNK >= shortest_piece(self.problem) for cut in cuts)
@@ -257,7 +320,8 @@ class _Forward:
 
     def division(self, slots: int, stages: int) -> str:
         c = self.config
-        sizes = (c.warpgroups, c.blocks, parts(self.problem), c.segments, c.chunks_per_segment, slots, stages)
+        lead = LEAD_PERCENT if c.own_starts else 0
+        sizes = (c.warpgroups, c.blocks, parts(self.problem), c.segments, c.chunks_per_segment, slots, stages, lead)
         return f"Split<{', '.join(map(str, sizes))}>"
 
     def walk(self, thread_blocks: int, state_only: bool) -> Launch:

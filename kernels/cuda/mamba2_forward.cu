@@ -14,11 +14,13 @@
 //
 // A *row* is one batch row of the blocks that a thread block walks together. How rows are divided among thread blocks:
 // - Segments > 1: every row into as many segments; `forward` with StateOnly finds each segment's end state from zero,
-//   `carry_states` turns them into start states.
+//   `carry_states` turns them into start states. Or, if LeadPercent > 0, each thread block first walks the chunks
+//   before its segment, its *lead*, for their state alone: more work, but one kernel, and no state has to wait in
+//   memory. The later a segment, the shorter, so that all thread blocks are done at about the same time.
 // - Segments == 1: all rows, one after the other, are one line of chunks that is cut into equal ranges. A row that is
 //   cut passes its state from one thread block to the next; who passes on does so before it waits for anything itself.
-// Either way the state at the start of a piece of a row waits in y, in place of the piece's first tokens, which nobody
-// else writes and which are written after it is read.
+// A state that one thread block finds for another, at the start of a piece of a row, waits in y, in place of the
+// piece's first tokens, which nobody else writes and which are written after it is read.
 
 #include "async_copy.cuh"
 #include "decay.cuh"
@@ -50,13 +52,16 @@ struct Sizes {
   static constexpr int CHUNKS = int((Seq + CHUNK - 1) / CHUNK);
 };
 
-// Warpgroups that compute, blocks of each, parts of a state, segments of a row; how many tiles of B and C (for all of
-// the state) and chunks of x are in shared memory at a time.
-template <int Warpgroups, int Blocks, int Parts, int Segments, int ChunksPerSegment, int Slots, int Stages>
+// Warpgroups that compute, blocks of each, parts of a state, segments of a row, chunks of the first; how many tiles of
+// B and C (for all of the state) and chunks of x are in shared memory at a time; by how many hundredths of its lead a
+// segment is shorter than the first, 0 where thread blocks are given the states at their segments' starts.
+template <int Warpgroups, int Blocks, int Parts, int Segments, int ChunksPerSegment, int Slots, int Stages,
+          int LeadPercent>
 struct Split {
   static constexpr int WARPGROUPS = Warpgroups, BLOCKS = Blocks, PARTS = Parts, SEGMENTS = Segments;
   static constexpr int CHUNKS_PER_SEGMENT = ChunksPerSegment, SLOTS = Slots, STAGES = Stages;
-  static constexpr int BLOCKS_HERE = Warpgroups / Parts * Blocks;
+  static constexpr int BLOCKS_HERE = Warpgroups / Parts * Blocks, LEAD_PERCENT = LeadPercent;
+  static constexpr bool OWN_STARTS = LeadPercent > 0;
 };
 
 // Stateless: rows start from nothing, end in their first chunk, and nobody asks for their state.
@@ -111,7 +116,16 @@ class Pieces {
  public:
   __device__ Pieces() {
     constexpr int ROWS = int(Z::BATCHES * (Z::ALL_BLOCKS / S::BLOCKS_HERE));
-    if constexpr (S::SEGMENTS > 1) {
+    if constexpr (S::OWN_STARTS) {
+      const int start = int(blockIdx.x / S::SEGMENTS) * Z::CHUNKS;
+      int first = 0, end = S::CHUNKS_PER_SEGMENT;
+      for (int i = blockIdx.x % S::SEGMENTS; i > 0; --i) {
+        first = end;
+        end += max(1, S::CHUNKS_PER_SEGMENT - first * S::LEAD_PERCENT / 100);
+      }
+      low_ = start + first;
+      high_ = start + min(end, Z::CHUNKS);
+    } else if constexpr (S::SEGMENTS > 1) {
       const int segments = gridDim.x / ROWS;  // one fewer where only end states are wanted
       const int row = blockIdx.x / segments;
       low_ = row * Z::CHUNKS + int(blockIdx.x % segments) * S::CHUNKS_PER_SEGMENT;
@@ -142,6 +156,12 @@ class Pieces {
   }
   int low_, high_;
 };
+
+// Chunks of the lead of a piece.
+template <class S>
+__device__ __forceinline__ int lead_of(const Piece& piece) {
+  return S::OWN_STARTS ? piece.first : 0;
+}
 
 // What of a ring of `Places` places the use-th use takes, and the parity of the phases of its barriers then.
 template <int Places>
@@ -204,13 +224,13 @@ __device__ __forceinline__ void bring_x(unsigned shared, const Turn<S::STAGES>& 
 #pragma unroll
   for (int i = 0; i < S::BLOCKS_HERE; ++i) {
     copy_in(to + i * TILE, x, 0, place.block + i, chunk * CHUNK, place.batch_row, full,
-            O::STATE_ONLY ? KEEP : KEEP_FIRST);
+            O::STATE_ONLY || S::OWN_STARTS ? KEEP : KEEP_FIRST);
   }
 }
 
 // The scalars of a chunk of one block, by a warp; each lane has two neighbouring tokens and their raw steps. `later`:
-// log2 decay of the chunks that follow in the segment, where only its end state is wanted; this one's is added.
-template <class Z, class O>
+// log2 decay of the chunks that follow in the walk, where only its end state is wanted; this one's is added.
+template <bool StateOnly, class Z, class O>
 __device__ __forceinline__ void compute_scalars(Scalars<O>& to, const float (&raw)[2], int inside, float rate,
                                                 float bias, float low, float high, float& later) {
   constexpr int LANES = 32 / Z::TOGETHER;  // of a batch row
@@ -232,7 +252,7 @@ __device__ __forceinline__ void compute_scalars(Scalars<O>& to, const float (&ra
   float last = __shfl_sync(~0u, g1, LANES - 1, LANES);
   const float source0 = g0 - log2_fast(step[0]), source1 = g1 - log2_fast(step[1]);
   float carried0 = g0, carried1 = g1;
-  if constexpr (O::STATE_ONLY) {
+  if constexpr (StateOnly) {
     later += last;
     last = carried0 = carried1 = later;
   } else {
@@ -241,7 +261,7 @@ __device__ __forceinline__ void compute_scalars(Scalars<O>& to, const float (&ra
   }
   reinterpret_cast<float2*>(to.carried)[lane] = make_float2(exp2_fast(carried0), exp2_fast(carried1));
   reinterpret_cast<float2*>(to.leaving)[lane] = make_float2(exp2_fast(last - source0), exp2_fast(last - source1));
-  if constexpr (!O::STATE_ONLY) {
+  if constexpr (!StateOnly) {
     __syncwarp();
 #pragma unroll
     for (int at = 0; at < 96; at += 32) {
@@ -315,30 +335,27 @@ __device__ __forceinline__ int tokens_inside(int chunk, int at) {
   return chunk + 1 < Z::CHUNKS ? 2 : int(Z::SEQ - (Z::CHUNKS - 1LL) * CHUNK) - at;
 }
 
-// The warpgroup that provides: one thread asks for tiles, and each warp computes the scalars of one block.
+// The warpgroup that provides, for the chunks of a row: one thread asks for tiles, and each warp computes the scalars
+// of one block.
 template <typename D, class Z, class S, class O>
-__device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, const TensorMap& C, const D* dt,
-                        const float* dt_bias, const float* A, float* totals, float low, float high) {
+struct Provider {
   using L = Layout<Z, S, O>;
-  static_assert(S::BLOCKS_HERE <= 4, "each warp computes the scalars of one block");
-  constexpr int STEP = O::STATE_ONLY ? -1 : 1;
-  const unsigned shared = shared_address(memory);
-  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
-  if (warp >= S::BLOCKS_HERE) return;
-  unsigned done = 0;  // chunks
-  Pieces<Z, S> pieces;
-  for (Piece piece; pieces.next(piece);) {
-    const Place<Z, S> place(piece.row);
-    const int head = (place.block + warp) / Z::HEAD_BLOCKS;
-    const long long parameter = (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::HEADS + head;
-    const float rate = A[parameter], bias = O::HAS_BIAS ? dt_bias[parameter] : 0.0f;
-    // Where only end states are wanted, a segment's last chunk comes first: the next kernel, which starts with its
-    // first one, still finds that in the L2 cache.
-    const int stop = O::STATE_ONLY ? piece.first - 1 : piece.end;
-    int chunk = O::STATE_ONLY ? piece.end - 1 : piece.first;
-    const int batch_row = place.batch_row + 2 * lane / Z::ROOM, at = 2 * lane % Z::ROOM;
-    const bool there = Z::TOGETHER == 1 || batch_row < Z::BATCH;
-    const D* from = dt + (batch_row * Z::SEQ + (long long)chunk * CHUNK + at) * Z::HEADS + head;
+  char* memory;
+  const TensorMap &x, &B, &C;
+  float low, high;
+  const Place<Z, S>& place;
+  const D* dt;  // of this batch row and head
+  float rate, bias;
+  int warp, lane, at;
+  bool there;
+
+  // Chunks from `chunk` on, up to `stop`, or down where only their state is wanted. `done`: chunks of this thread block
+  // so far, the first `lead` of them for their state alone. Returns the log2 decay of a walk for the state.
+  template <bool StateOnly>
+  __device__ __forceinline__ float walk(int chunk, int stop, unsigned& done, int lead) const {
+    constexpr int STEP = StateOnly ? -1 : 1;
+    const unsigned shared = shared_address(memory);
+    const D* from = dt + ((long long)chunk * CHUNK + at) * Z::HEADS;
     float raw[2] = {0.0f, 0.0f}, later = 0.0f;
     const auto read_steps = [&] {
 #pragma unroll
@@ -350,30 +367,60 @@ __device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, co
 #pragma unroll 1
     while (chunk != stop) {
       const Turn<S::STAGES> stage(done);
-      const Turn<S::SLOTS> c_slot(2 * done), b_slot(O::STATE_ONLY ? done : 2 * done + 1);
+      const Turn<S::SLOTS> c_slot(2 * done - lead), b_slot(StateOnly ? done : 2 * done + 1 - lead);
       if (warp == 0 && lane == 0) {
-        if constexpr (!O::STATE_ONLY) bring_group<Z, S, O>(shared, c_slot, C, place, chunk);
-        if constexpr (S::SLOTS > 3 || O::STATE_ONLY) bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+        if constexpr (!StateOnly) bring_group<Z, S, O>(shared, c_slot, C, place, chunk);
+        if constexpr (S::SLOTS > 3 || StateOnly) bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
       }
       barrier_wait(shared + L::X_EMPTY + 8 * stage.place, stage.parity ^ 1);
       if (warp == 0 && lane == 0) bring_x<Z, S, O>(shared, stage, x, place, chunk);
       __syncwarp();
-      compute_scalars<Z, O>(reinterpret_cast<Scalars<O>*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp],
-                            raw, there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
+      compute_scalars<StateOnly, Z, O>(
+          reinterpret_cast<Scalars<O>*>(memory + L::SCALARS)[stage.place * S::BLOCKS_HERE + warp], raw,
+          there ? tokens_inside<Z>(chunk, at) : 0, rate, bias, low, high, later);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared + L::X_FULL + 8 * stage.place);
       // With so few slots there is room only once C of the chunk before is used up, which x must not wait for.
-      if (S::SLOTS <= 3 && !O::STATE_ONLY && warp == 0 && lane == 0)
-        bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
+      if (S::SLOTS <= 3 && !StateOnly && warp == 0 && lane == 0) bring_group<Z, S, O>(shared, b_slot, B, place, chunk);
       ++done;
       chunk += STEP;
       from += STEP * CHUNK * Z::HEADS;
       if (chunk != stop) read_steps();
     }
+    return later;
+  }
+};
+
+template <typename D, class Z, class S, class O>
+__device__ void provide(char* memory, const TensorMap& x, const TensorMap& B, const TensorMap& C, const D* dt,
+                        const float* dt_bias, const float* A, float* totals, float low, float high) {
+  static_assert(S::BLOCKS_HERE <= 4, "each warp computes the scalars of one block");
+  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+  if (warp >= S::BLOCKS_HERE) return;
+  unsigned done = 0;  // chunks
+  Pieces<Z, S> pieces;
+  for (Piece piece; pieces.next(piece);) {
+    const Place<Z, S> place(piece.row);
+    const int head = (place.block + warp) / Z::HEAD_BLOCKS;
+    const long long parameter = (O::SHARED_PARAMS ? 0 : place.batch_row) * Z::HEADS + head;
+    const float rate = A[parameter], bias = O::HAS_BIAS ? dt_bias[parameter] : 0.0f;
+    const int batch_row = place.batch_row + 2 * lane / Z::ROOM, at = 2 * lane % Z::ROOM;
+    const bool there = Z::TOGETHER == 1 || batch_row < Z::BATCH;
+    const Provider<D, Z, S, O> provider{
+        memory, x,    B,    C,    low, high, place, dt + batch_row * Z::SEQ * Z::HEADS + head,
+        rate,   bias, warp, lane, at,  there};
     if constexpr (O::STATE_ONLY) {
+      // A segment's last chunk comes first: the next kernel, which starts with its first one, still finds that in the
+      // L2 cache.
+      const float later = provider.template walk<true>(piece.end - 1, piece.first - 1, done, 0);
       const int slots = S::SEGMENTS - 1;
-      const long long at = piece.row * slots + piece.first / S::CHUNKS_PER_SEGMENT;
-      if (lane == 0) totals[at * S::BLOCKS_HERE + warp] = later;
+      const long long segment = piece.row * slots + piece.first / S::CHUNKS_PER_SEGMENT;
+      if (lane == 0) totals[segment * S::BLOCKS_HERE + warp] = later;
+    } else {
+      const int lead = lead_of<S>(piece);
+      if (lead > 0) provider.template walk<true>(lead - 1, -1, done, 0);
+      provider.template walk<false>(piece.first, piece.end, done, lead);
+      if (S::OWN_STARTS) break;  // it has one piece
     }
   }
 }
@@ -525,24 +572,23 @@ __device__ __forceinline__ void store_state(float* to, const Place<Z, S>& place,
   }
 }
 
-// One warpgroup, only the states: the end state of its segment for each of its blocks.
+// Walks chunks for the state at their end alone, the last of them first. `from_start`: they begin where the row does.
 template <typename T, class Z, class S, class O>
-__device__ void compute_states(char* memory, const float* initial, void* y) {
+__device__ __forceinline__ void walk_states(float (&h)[S::BLOCKS][PART<Z, S> / 2], char* memory, int chunks,
+                                            bool from_start, const float* initial, const Place<Z, S>& place,
+                                            const Member<S>& me) {
   using L = Layout<Z, S, O>;
   constexpr int N = PART<Z, S>, BLOCKS = S::BLOCKS;
   const unsigned shared = shared_address(memory);
-  const Member<S> me;
-  float h[BLOCKS][N / 2], left[BLOCKS];
+  float left[BLOCKS];
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) h[b][i] = 0.0f;
   }
-  Piece piece;
-  Pieces<Z, S>().next(piece);
   unsigned used = 0;  // barrier of the slot that the products under way read
 #pragma unroll 1
-  for (int count = 0; count < piece.end - piece.first; ++count) {
+  for (int count = 0; count < chunks; ++count) {
     const Turn<S::STAGES> stage(count);
     const Turn<S::SLOTS> slot(count);
     const unsigned x_tiles = shared + L::X + stage.place * L::STAGE + me.first_block * TILE;
@@ -580,26 +626,38 @@ __device__ void compute_states(char* memory, const float* initial, void* y) {
     wgmma_commit();
   }
   wgmma_wait<0>();
-  const Place<Z, S> place(piece.row);
-  const Waiting<Z, S> to(y, place, piece.first + S::CHUNKS_PER_SEGMENT);
+  if (!O::STATE_ONLY && me.lane == 0) barrier_arrive(used);
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     pin(h[b]);
-    if (O::HAS_INITIAL && piece.first == 0) {
+    if (O::HAS_INITIAL && from_start) {
       float start[N / 2];
       load_state<Z, S>(initial, place, b, start, me);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) h[b][i] += left[b] * start[i];
     }
-    save_state<Z, S>(to, me.first_block + b, me.part, h[b], me.thread);
   }
+}
+
+// One warpgroup, only the states: the end state of its segment for each of its blocks.
+template <typename T, class Z, class S, class O>
+__device__ void compute_states(char* memory, const float* initial, void* y) {
+  const Member<S> me;
+  float h[S::BLOCKS][PART<Z, S> / 2];
+  Piece piece;
+  Pieces<Z, S>().next(piece);
+  const Place<Z, S> place(piece.row);
+  walk_states<T, Z, S, O>(h, memory, piece.end - piece.first, piece.first == 0, initial, place, me);
+  const Waiting<Z, S> to(y, place, piece.first + S::CHUNKS_PER_SEGMENT);
+#pragma unroll
+  for (int b = 0; b < S::BLOCKS; ++b) save_state<Z, S>(to, me.first_block + b, me.part, h[b], me.thread);
 }
 
 // The state in which a piece starts, of the `b`-th block of this warpgroup.
 template <class Z, class S, class O>
 __device__ __forceinline__ void start_state(float (&h)[PART<Z, S> / 2], const Piece& piece, const Place<Z, S>& place,
                                             int b, const float* initial, void* y, const Member<S>& me) {
-  if (piece.first > 0) {
+  if (!S::OWN_STARTS && piece.first > 0) {
     restore_state<Z, S>(Waiting<Z, S>(y, place, piece.first), me.first_block + b, me.part, h, me.thread);
   } else if (O::HAS_INITIAL) {
     load_state<Z, S>(initial, place, b, h, me);
@@ -739,12 +797,17 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
         skip[b][1] = from[me.row + 8];
       }
     }
+    const int lead = lead_of<S>(piece);
+    if (lead > 0) {
+      walk_states<T, Z, S, O>(h, memory, lead, true, initial, place, me);
+      count = lead;
+    }
 #pragma unroll 1
     for (int chunk = piece.first; chunk < piece.end; ++chunk, ++count) {
       const unsigned stage = count % 2, x_tiles = shared + L::X + stage * L::STAGE + me.first_block * TILE;
       const Scalars<O>* scalars =
           reinterpret_cast<const Scalars<O>*>(memory + L::SCALARS) + stage * S::BLOCKS_HERE + me.first_block;
-      const Turn<S::SLOTS> C(2 * count), B(2 * count + 1);
+      const Turn<S::SLOTS> C(2 * count - lead), B(2 * count + 1 - lead);
       const unsigned c_slot = shared + C.place * L::SLOT, c_empty = shared + L::EMPTY + 8 * C.place;
       const unsigned c_tiles = c_slot + me.part * L::PART_TILES * TILE;
       barrier_wait(shared + L::FULL + 8 * C.place, C.parity);
@@ -759,12 +822,12 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
       }
       states_done();  // those of the chunk before
       used = b_empty;
-      if (chunk == piece.first) {
+      if (chunk == piece.first && lead == 0) {
         Piece here = piece;
         asm volatile("" : "+r"(here.first));  // or 64 addresses would be kept for all of the loop
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) start_state<Z, S, O>(h[b], here, place, b, initial, y_memory, me);
-        if constexpr (S::PARTS > 1) {  // the states have been read, y may be written
+        if constexpr (S::PARTS > 1 && !S::OWN_STARTS) {  // the states have been read, y may be written
           named_barrier(PARTS_BARRIER, S::WARPGROUPS * WARPGROUP);
         }
       }
@@ -891,7 +954,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
               copy_in(y_tile, z, 0, block + b, chunk * CHUNK, place.batch_row, gate, KEEP_FIRST);
             }
           }
-          if constexpr (O::HAS_Z) barrier_wait(gate, count % 2);
+          if constexpr (O::HAS_Z) barrier_wait(gate, (count - lead) % 2);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             unsigned rounded[4];
@@ -924,6 +987,7 @@ __device__ void compute(char* memory, const TensorMap& z, const TensorMap& y_map
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) store_state<Z, S>(final, place, b, h[b], me);
     }
+    if (S::OWN_STARTS) break;  // it has one piece
   }
   if (me.thread == 0) copies_wait<0>();
 }

@@ -48,6 +48,9 @@ def run(p: Problem, operands: dict[str, np.ndarray], split: Split | None = None)
         ({"seq": 321, **EVERY, "dt_dtype": "bfloat16"}, None),
         ({"seq": 900, **EVERY}, Split(2, 2, 3, 5)),
         ({"seq": 520, "state": 64, **EVERY}, Split(2, 2, 3, 3)),
+        ({"seq": 900, **EVERY}, Split(2, 2, 3, 7, own_starts=True)),
+        ({"seq": 1001, "state": 512, "heads": 2, **EVERY}, Split(2, 1, 4, 6, own_starts=True)),
+        ({"seq": 1000, "state": 192, "heads": 6, "groups": 3, "param_rows": 2}, Split(1, 1, 2, 10, own_starts=True)),
         ({"seq": 2000}, None),
         ({"seq": 200, "batch": 45, "heads": 12, "state": 64}, None),  # 135 rows of four chunks in 132 equal ranges
         ({"seq": 330, "batch": 34, "heads": 16, "has_initial_state": True}, Split(2, 2, 1, 6)),
@@ -84,8 +87,8 @@ def test_every_division_gives_the_same_to_rounding():
     p = model(seq=1280, has_initial_state=True, has_D=True)
     operands = random_operands(p)
     whole = run(p, operands, Split(2, 2, 1, 20))
-    for blocks, segments, chunks in ((2, 2, 10), (1, 2, 10), (2, 5, 4)):
-        parts = run(p, operands, Split(2, blocks, segments, chunks))
+    for blocks, segments, chunks, own in ((2, 2, 10, False), (1, 2, 10, False), (2, 5, 4, False), (2, 3, 10, True)):
+        parts = run(p, operands, Split(2, blocks, segments, chunks, own))
         for name, value in parts.items():
             assert error(value, whole[name].astype(np.float64)) <= 2e-3, (segments, name)
 
@@ -109,7 +112,7 @@ def test_twenty_calls_give_the_same_bits(sizes):
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, call(*given)), first)
 
 
-@pytest.mark.parametrize("split", [None, Split(2, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("split", [Split(2, 2, 1, 6), Split(2, 2, 2, 3), Split(2, 2, 4, 2, own_starts=True)], ids=str)
 @pytest.mark.parametrize("name", ["x", "dt", "B", "C"])
 @pytest.mark.parametrize("has_z", [False, True])
 def test_a_nan_shows_at_its_token_and_after(name, split, has_z):
