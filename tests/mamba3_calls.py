@@ -177,7 +177,7 @@ CALLS = (
     Call("float32, model", dtype="float32", **_MODEL),
     Call("float32, siso, segments", dtype="float32", rank=1, options="zDs", seq=500, segments=3, rotary="half",
          **_MODEL),
-    Call("float32, default", dtype="float32", precision="default", pairs=32),
+    Call("float32, default", dtype="float32", precision="default"),
     Call("float32, default, portable", portable=True, **_TF32),
     Call("tf32", **_TF32),
     Call("tf32, half, ranks kept", rotary="half", options="rzDn", seq=101, **_TF32),
