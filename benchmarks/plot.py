@@ -1,9 +1,9 @@
 """Draws result files as PNG and SVG into docs/plots: python -m benchmarks.plot results/<file>.json... Needs matplotlib.
 
 For each file <name>-<pass>: bars of time over floor per case, one colour per implementation; 1 is as fast as the
-machine allows. Sweep cases are not among them: of those in all files together sweep-<pass>-length and
-sweep-<pass>-state, time, and time of the fastest peer over ours, against length for each state size, and against state
-size for each length.
+machine allows. Sweep cases are not among them: of those in all files together, of equal rows the last,
+sweep-<pass>-length and sweep-<pass>-state, time, and time of the fastest peer over ours, against length for each state
+size, and against state size for each length.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def draw(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
 
 def draw_sweep(results: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Time and ratio of the sweep cases, against length and against state size. Nothing without such cases."""
-    rows = [
-        row | {"state": int(found[1]), "length": int(found[2]) << 10}
+    last = {
+        (row["case"], row["pass"], row["implementation"]): row | {"state": int(found[1]), "length": int(found[2]) << 10}
         for result in results
         for row in result["rows"]
         if row["status"] == "ok" and (found := SWEEP.fullmatch(row["case"]))
-    ]
+    }
+    rows = list(last.values())
     written = []
     for kind in dict.fromkeys(row["pass"] for row in rows):
         of_pass = [row for row in rows if row["pass"] == kind]
