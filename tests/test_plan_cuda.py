@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jax_ssd.mamba2 import plan_cuda
+from jax_ssd.mamba2 import choices, plan_cuda
 from jax_ssd.mamba2.plan_cuda import Split
 from jax_ssd.mamba2.problem import Problem
 from jax_ssd.plans import MAX_SHARED_MEMORY, Plan, TensorMapArg
@@ -67,11 +67,6 @@ def test_splits_that_make_no_sense(name):
         replace(Split(2, 2, 1, 4), **{name: 0})
 
 
-def test_a_single_segment_starts_with_its_row():
-    with pytest.raises(ValueError, match="own_starts with one segment"):
-        Split(2, 2, 1, 4, own_starts=True)
-
-
 @pytest.mark.parametrize(("warpgroups", "blocks"), [(3, 1), (2, 3), (1, 5)])
 def test_splits_that_no_multiprocessor_holds(warpgroups, blocks):
     """Three warpgroups would ask for 92,160 registers of 65,536, and wait for them forever."""
@@ -86,6 +81,7 @@ def test_splits_that_no_multiprocessor_holds(warpgroups, blocks):
         ({}, Split(2, 2, 1, 3), "the 4 chunks of a row"),
         ({}, Split(2, 2, 3, 2), "the 4 chunks of a row"),  # a segment is empty
         ({}, Split(2, 2, 3, 2, own_starts=True), "the 4 chunks of a row"),  # two are enough
+        ({}, Split(2, 2, 1, 4, own_starts=True), "a single segment: it starts with the row"),
         ({}, Split(1, 3, 1, 4), "does not divide 4 blocks of a group"),
         ({}, Split(1, 4, 1, 4), "more than 16384 elements of state"),
         ({"state": 256}, Split(2, 2, 1, 4), "more than 16384 elements of state"),
@@ -113,6 +109,7 @@ def test_splits_that_do_not_fit_the_problem(changes, split, said):
         ({"batch": 4, "seq": 1024, "heads": 8, "state": 512}, Split(2, 1, 4, 6, own_starts=True), [128]),
         ({"batch": 4, "seq": 2048, "heads": 8, "state": 512}, Split(2, 1, 4, 12, own_starts=True), [128]),
         ({"batch": 4, "seq": 2048, "heads": 8, "state": 256}, Split(1, 1, 4, 8), [96, 1024, 128]),
+        ({"batch": 1, "seq": 1000, "heads": 80}, Split(1, 1, 1, 16), [80]),  # of small states not timed
         ({"seq": 100}, Split(1, 1, 1, 2), [8]),  # too short to be cut
         ({"batch": 132, "heads": 6, "groups": 3}, Split(2, 1, 1, 4), [132]),  # groups of two heads
         ({"batch": 4096, "seq": 16, "heads": 24, "return_final_state": False}, Split(2, 2, 1, 1), [132]),
@@ -154,6 +151,19 @@ def test_segments_with_starts_of_their_own_are_done_at_once(chunks, length):
 def test_segments_with_starts_of_their_own_need_no_other_kernel():
     plan = plan_cuda.forward(model(seq=1024, state=512), Split(2, 1, 3, 8, own_starts=True))
     assert [one.grid[0] for one in plan.launches] == [3 * 2 * 4] and not plan.scratch
+
+
+def test_a_length_decides_whether_a_choice_has_segments_with_starts_of_their_own():
+    """So that a search gets from one segment to several and back by changing one field after the other."""
+
+    def grids(problem, **changes):
+        choice = replace(plan_cuda.split(problem), **changes)
+        return [one.grid[0] for one in choices.CUDA_FORWARD.make(problem, choice).launches]
+
+    several, single = model(batch=4, seq=1024, heads=8, state=512), model(batch=1, seq=512, heads=80)
+    assert grids(several) == [4 * 32] and grids(several, chunks_per_segment=16) == [32]
+    assert grids(single) == grids(single, own_starts=True) == [80]
+    assert grids(single, own_starts=True, chunks_per_segment=5) == [2 * 80]
 
 
 @pytest.mark.parametrize("seq", [48, 64, 65, 1000, 4097, 70_000])

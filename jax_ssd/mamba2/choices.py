@@ -76,7 +76,8 @@ def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
         chunks = math.ceil(p.seq / plan_cuda.CHUNK)
         length = min(split.chunks_per_segment, chunks)
         segments = len(plan_cuda.own_starts(chunks, length)) if split.own_starts else math.ceil(chunks / length)
-        split = replace(split, segments=segments, chunks_per_segment=length)
+        own = split.own_starts and segments > 1
+        split = replace(split, segments=segments, chunks_per_segment=length, own_starts=own)
     return plan_cuda.forward(p, split)
 
 

@@ -35,7 +35,8 @@ SHARED_MEMORY = 232_448  # bytes, all that one thread block can get
 MOST_STAGES = 4
 SHORTEST_ROOM = 16  # tokens of a chunk that a batch row gets which shares it
 SHORTEST_SEQ = 48  # shorter rows leave most of a chunk empty: smaller tiles are faster
-FEWEST_THREAD_BLOCKS = 32  # with so many the cuTile kernels took 13 to 27 % longer, fewer were not timed
+# With so many the cuTile kernels took 13 to 27 % longer, fewer were not timed; of segments without starts of their own.
+FEWEST_THREAD_BLOCKS = 32
 # How long a chunk takes a thread block of so many warpgroups that compute, of so many blocks each.
 CHUNK_COSTS = {(2, 2): 1.0, (2, 1): 0.62, (1, 2): 0.85, (1, 1): 0.5}
 # Of the walk of a segment that computes y: what the walk that finds its end state costs, and what else segments cost.
@@ -45,7 +46,9 @@ STATE_COST, SEGMENT_COST = 0.5, 1.5
 LEAD_PERCENT = 25
 # Of a chunk whose y is computed: what one of those before costs, of which the state alone is; and what else that costs.
 LEAD_COST, LEADS_COST = 0.35, 2.0
-PASSED = 0.82  # what segments that pass states on took of their cost here, beside single ones, with large states
+# The costs above are those of states up to 128. Of larger ones segments that pass states on took this much of theirs.
+# Starts of their own were timed with those only, in calls that leave half of the multiprocessors without work or more.
+LARGE_STATE, PASSED = 256, 0.82
 CARRY_THREADS = 128
 
 
@@ -71,8 +74,6 @@ class Split:
         for name in ("warpgroups", "blocks", "segments", "chunks_per_segment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Split.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.own_starts and self.segments == 1:
-            raise ValueError("Split.own_starts with one segment: it starts with the row.")
         if self.warpgroups > MOST_WARPGROUPS:  # they would wait for each other's registers forever
             raise ValueError(
                 f"Split.warpgroups={self.warpgroups}: a multiprocessor has registers for {MOST_WARPGROUPS}."
@@ -149,6 +150,8 @@ def shortest_piece(problem: Problem) -> int:
 def split(problem: Problem) -> Split:
     """The heuristic: the division in which the busiest thread block is done first."""
     passing = _passing(problem)
+    if padded_state(problem) < LARGE_STATE or _Forward(problem, passing).thread_blocks > MULTIPROCESSORS // 2:
+        return passing
     cost = _cost(problem, passing) * (PASSED if passing.segments > 1 else 1)
     own = min(_own_splits(problem), key=lambda division: _cost(problem, division), default=passing)
     return own if _cost(problem, own) < cost else passing
@@ -259,6 +262,8 @@ def _check_split(problem: Problem, config: Split) -> None:
     """Raises ValueError for work left out, done twice or waited for in vain."""
     p, c = problem, config
     chunks = math.ceil(p.seq / CHUNK)
+    if c.own_starts and c.segments == 1:
+        raise ValueError(f"{c} has a single segment: it starts with the row")
     if c.own_starts:
         whole = c.segments == len(own_starts(chunks, c.chunks_per_segment))
     else:

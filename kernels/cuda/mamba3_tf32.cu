@@ -87,7 +87,7 @@ struct Tf32Shape {
   using O = O_;
   static constexpr bool kEnds = Ends;
   static constexpr int kTokens = 16, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
-  static constexpr int kHolders = 128, kSizeState = S::kState / 2;  // see `Part`
+  static constexpr int kSizeState = S::kState / 2;  // see `Part`
   using Rows = RowMatrix<S::kState>;
   using Scores = RowMatrix<kRows>;
   using Across = AcrossMatrix<S, kTokens>;

@@ -9,7 +9,7 @@
 namespace jax_ssd {
 
 // To the nearest, ties away from zero, as cvt.rna, but by one instruction where that takes three: half a unit is added
-// to the number as an integer, unless that would make a NaN negative.
+// to the number as an integer, unless that would make a NaN negative. A NaN is one that arithmetic made, 0x7fffffff.
 __device__ __forceinline__ unsigned tf32(float v) {
   const unsigned bits = __float_as_uint(v);
   return max(static_cast<int>(bits + 0x1000u), static_cast<int>(bits));
