@@ -198,6 +198,8 @@ class Run:
         command = [sys.executable, "-m", "benchmarks.worker", str(path)]
         # The processes share the device's memory, of which JAX would else take three quarters for the first.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+        if job.implementation == worker.PREPARE:  # XLA would try kernels at the device beside what is timed there
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
         return subprocess.Popen(command, cwd=Path(__file__).parents[1], env=environment)
 
     def _died(self, job: worker.Job, how: str) -> None:

@@ -6,9 +6,12 @@ else that happens once, so what is left is m programs back to back on the device
 
     (time(2m) - time(m)) / (m n)
 
-is the time of one call. Sets are rotated because a program touches all of its n sets before it meets one again: with
-more than the L2 cache's 60 MB in them, every call finds its inputs in memory. Nothing is timed by a profiler. If the
-host needs about as long to submit a program as the device to run it, the figure is the host's: `host_bound` says so.
+is the time of one call. What disturbs the run of m makes such a difference too short, so the least time, `least`, is
+not the least of these but the difference of the fastest run of 2m and the fastest of m.
+
+Sets are rotated because a program touches all of its n sets before it meets one again: with more than the L2 cache's
+60 MB in them, every call finds its inputs in memory. Nothing is timed by a profiler. If the host needs about as long to
+submit a program as the device to run it, the figure is the host's: `host_bound` says so.
 
 Processes that compile and time side by side take turns at the device: see `alone`.
 """
@@ -48,6 +51,7 @@ class Timing:
     seconds: float
     low: float
     high: float
+    least: float
     repeats: int
     calls_per_program: int
     programs: int
@@ -138,6 +142,11 @@ def _middle_half(samples: Sequence[float]) -> float:
     return ordered[-1 - quarter] - ordered[quarter]
 
 
+def _slope(short: float, long: float) -> float:
+    """On a busy host twice the work can seem to take less time; it keeps its constant part instead."""
+    return long - short if long > short else long / 2
+
+
 def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int, effort: Effort) -> Timing:
     """Times `execute`, which submits one program of `calls` calls and returns something to `wait` for."""
 
@@ -155,7 +164,7 @@ def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int,
     once = min(run(1)[0] for _ in range(2))
     programs = max(1, min(effort.most_programs, int(effort.sample_seconds / max(once, 1e-7))))
     run(programs)
-    slopes, dispatch = [], []
+    shorts, longs, slopes, dispatch = [], [], [], []
     started = time.perf_counter()
     for repeat in range(MOST_ROUNDS * effort.repeats):
         if repeat >= FEWEST and time.perf_counter() - started > effort.enough_seconds:
@@ -164,8 +173,9 @@ def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int,
             break
         short, _ = run(programs)
         long, submitted = run(2 * programs)
-        # On a busy host twice the work can seem to take less time; such a sample keeps its constant part instead.
-        slopes.append((long - short if long > short else long / 2) / programs)
+        shorts.append(short)
+        longs.append(long)
+        slopes.append(_slope(short, long) / programs)
         dispatch.append(submitted / (2 * programs))
     slopes.sort()
     seconds, submit = statistics.median(slopes), statistics.median(dispatch)
@@ -174,6 +184,7 @@ def measure(execute: Callable[[], Any], wait: Callable[[Any], None], calls: int,
         seconds / calls,
         slopes[tenth] / calls,
         slopes[-1 - tenth] / calls,
+        _slope(min(shorts), min(longs)) / programs / calls,
         len(slopes),
         calls,
         programs,

@@ -136,7 +136,7 @@ def test_outputs_that_are_alike_or_no_numbers_are_problems():
     ],
 )
 def test_a_row_whose_numbers_are_wrong_says_so(implementation, error, seconds, reason):
-    found = timing.Timing(seconds, seconds, seconds, 3, 1, 1, 0.0, False)
+    found = timing.Timing(seconds, seconds, seconds, seconds, 3, 1, 1, 0.0, False)
     errors = {"y": 1e-3, "dx": error}
     row = rows.measured(cases.CASES["first"], "forward_backward", implementation, found, errors, [])
     assert (row["status"], row.get("reason")) == ("ok" if reason is None else "wrong", reason)

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from jax_ssd import timing
 
 OTHER = """
@@ -67,3 +69,19 @@ def test_samples_that_scatter_are_followed_by_more(monkeypatch):
 
     assert repeats(itertools.repeat(0.01)) == 6
     assert repeats(itertools.cycle([0.01, 0.01, 0.01, 0.05, 0.01])) == timing.MOST_ROUNDS * 6
+
+
+def test_the_least_time_is_no_shorter_for_a_disturbed_short_run(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    # Each sample is a run of one program and a run of two; before them are four. The third sample's short run is late.
+    durations = itertools.chain([0.01] * 4, [0.01] * 6, [0.017, 0.01, 0.01], itertools.repeat(0.01))
+
+    def execute():
+        nonlocal now
+        now += next(durations)
+
+    effort = timing.Effort(sample_seconds=0.001, repeats=9, most_programs=1, enough_seconds=60)
+    found = timing.measure(execute, lambda _: None, 1, effort)
+    assert found.low == pytest.approx(0.003)
+    assert found.least == pytest.approx(found.seconds) == pytest.approx(0.01)
