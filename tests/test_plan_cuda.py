@@ -160,10 +160,13 @@ def test_a_length_decides_whether_a_choice_has_segments_with_starts_of_their_own
         choice = replace(plan_cuda.split(problem), **changes)
         return [one.grid[0] for one in choices.CUDA_FORWARD.make(problem, choice).launches]
 
-    several, single = model(batch=4, seq=1024, heads=8, state=512), model(batch=1, seq=512, heads=80)
+    several, single = model(batch=4, seq=1024, heads=8, state=512), model(batch=1, seq=512, heads=40)
     assert grids(several) == [4 * 32] and grids(several, chunks_per_segment=16) == [32]
-    assert grids(single) == grids(single, own_starts=True) == [80]
-    assert grids(single, own_starts=True, chunks_per_segment=5) == [2 * 80]
+    assert grids(several, chunks_per_segment=1) == [4 * 32]  # no more than run at once
+    assert grids(single) == grids(single, own_starts=True) == [40]
+    assert grids(single, own_starts=True, chunks_per_segment=5) == [2 * 40]
+    full = model(batch=2, seq=512, heads=80)
+    assert grids(full, own_starts=True, chunks_per_segment=5) == grids(full)  # no room for two of a row
 
 
 @pytest.mark.parametrize("seq", [48, 64, 65, 1000, 4097, 70_000])

@@ -71,10 +71,12 @@ def _step_values(p: Problem) -> Values:
 
 
 def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
-    """The number of segments follows from their length."""
+    """The number of segments follows from their length. Those that find their start states themselves run at once."""
     if split is not None:
-        chunks = math.ceil(p.seq / plan_cuda.CHUNK)
-        length = min(split.chunks_per_segment, chunks)
+        chunks, length = math.ceil(p.seq / plan_cuda.CHUNK), split.chunks_per_segment
+        if split.own_starts:
+            length = max(length, plan_cuda.shortest_first(p, split.warpgroups, split.blocks))
+        length = min(length, chunks)
         segments = len(plan_cuda.own_starts(chunks, length)) if split.own_starts else math.ceil(chunks / length)
         own = split.own_starts and segments > 1
         split = replace(split, segments=segments, chunks_per_segment=length, own_starts=own)

@@ -182,11 +182,9 @@ def _own_splits(problem: Problem) -> Iterator[Split]:
     """Divisions worth trying whose thread blocks find their start states themselves."""
     chunks = math.ceil(problem.seq / CHUNK)
     for warpgroups, blocks in CHUNK_COSTS:
-        if chunks > 1 and _fits(problem, warpgroups, blocks):
-            most = MULTIPROCESSORS // _rows(problem, warpgroups, blocks)
-            if most > 1:
-                length = _shortest_first(chunks, most)
-                yield Split(warpgroups, blocks, len(own_starts(chunks, length)), length, own_starts=True)
+        length = shortest_first(problem, warpgroups, blocks)
+        if length < chunks:
+            yield Split(warpgroups, blocks, len(own_starts(chunks, length)), length, own_starts=True)
 
 
 def own_starts(chunks: int, length: int) -> list[int]:
@@ -198,13 +196,19 @@ def own_starts(chunks: int, length: int) -> list[int]:
     return starts
 
 
-def _shortest_first(chunks: int, most: int) -> int:
-    """The least length of the first of at most so many segments, two or more, whose starts are found by themselves.
+def shortest_first(problem: Problem, warpgroups: int, blocks: int) -> int:
+    """The least chunks of a first segment if all thread blocks, which find their start states themselves, run at once.
 
-    Were it less than the last one's walk to its start takes, it would not be done earlier.
+    All of a row's, if those of two segments do not. Were they less than the last segment's walk to its start takes, it
+    would not be done earlier.
     """
+    chunks = math.ceil(problem.seq / CHUNK)
+    if not _fits(problem, warpgroups, blocks):
+        return chunks
+    most = MULTIPROCESSORS // _rows(problem, warpgroups, blocks)
     lengths = range(math.ceil(chunks * LEAD_PERCENT / 100), chunks)
-    return lengths[bisect.bisect_left(lengths, -most, key=lambda length: -len(own_starts(chunks, length)))]
+    at = bisect.bisect_left(lengths, -most, key=lambda length: -len(own_starts(chunks, length)))
+    return lengths[at] if at < len(lengths) else chunks
 
 
 def _fits(problem: Problem, warpgroups: int, blocks: int) -> bool:
