@@ -190,11 +190,25 @@ def _matrix(problem: Problem, rows: int, columns: int) -> int:
     return _up(rows * (_up(columns, 32) + 8) * 4, 1024)
 
 
+def _chunk_words(problem: Problem, tokens: int) -> tuple[int, int, int]:
+    """Words of a chunk's rotations, of its schedule as it is used and as it is given."""
+    return 2 * tokens * (_up(problem.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
+
+
 def _common(problem: Problem, tokens: int, parameters: int) -> int:
     """Bytes of the rotations, the schedule as it is used and as it is given, parameters, phases and marks."""
     p = problem
-    words = (2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2, parameters * p.head_dim, p.pairs, tokens)
+    words = (*_chunk_words(p, tokens), parameters * p.head_dim, p.pairs, tokens)
     return sum(_up(4 * count, 16) for count in words)
+
+
+def _walk_memory(problem: Problem, tokens: int, ends: bool, parameters: int) -> int:
+    """Bytes of `WalkLayout` of mamba3_walk.cuh without a kernel's own. parameters: words of what multiplies values."""
+    p = problem
+    table, weights, given = _chunk_words(p, tokens)
+    norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
+    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens + 1] * 4)
+    return sum(_up(4 * count, 16) for count in words) + 16
 
 
 def ends_memory(problem: Problem, rows: int, tokens: int) -> int:
@@ -218,15 +232,11 @@ def pipeline_memory(problem: Problem, tokens: int, teams: int, ends: bool) -> in
     """Bytes of shared memory of `mamba3_pipeline`: `PipelineShape` there. Five teams have copies of the state in it."""
     p = problem
     rows, values = _matrix(p, PIPELINE_ROWS, p.state), _matrix(p, PIPELINE_ROWS, 64)
-    table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
-    parameters = p.rank * p.head_dim + 64
-    norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
-    words = (table, table, norms, *[weights] * 4, given, given, parameters, p.pairs, *[tokens + 1] * 4)
     tiles = 2 * (rows + values)
     if not ends:
         tiles += 2 * (rows + values) + _matrix(p, PIPELINE_ROWS, PIPELINE_ROWS)
         tiles += 2 * _matrix(p, 64, p.state) if teams == 5 else 0
-    return tiles + sum(_up(4 * count, 16) for count in words) + 16
+    return tiles + _walk_memory(p, tokens, ends, p.rank * p.head_dim + 64)
 
 
 def tf32_memory(problem: Problem, ends: bool) -> int:
@@ -234,11 +244,8 @@ def tf32_memory(problem: Problem, ends: bool) -> int:
     p = problem
     tokens = PIPELINE_ROWS // p.rank
     rows, across, values = 4 * PIPELINE_ROWS * p.state, p.state // 8 * (128 * tokens + 32), 4 * tokens * 64
-    table, weights, given = 2 * tokens * (_up(p.pairs, 4) + 4), 6 * tokens, 3 * tokens + 2
-    norms = 4 * PIPELINE_ROWS if "norm_weight" in p.given and not ends else 0
-    words = (table, table, norms, *[weights] * 4, given, given, p.rank * p.head_dim, p.pairs, *[tokens + 1] * 4)
     tiles = 2 * (across + values) + (0 if ends else 3 * rows + 4 * PIPELINE_ROWS**2 + 8 * p.rank * 64)
-    return tiles + sum(_up(4 * count, 16) for count in words) + 16
+    return tiles + _walk_memory(p, tokens, ends, p.rank * p.head_dim)
 
 
 class _Forward:

@@ -1,35 +1,23 @@
 // The scan of Mamba-3 forward at rank 4 in float32, products in TF32, for the warpgroup products of sm_90. The
-// mathematics is that of mamba3_forward.cu, the turns and chunks are those of mamba3_pipeline.cu. A block of four
-// warpgroups walks the chunks, 16 tokens each, of a head and works on neighbouring chunks at the same time:
+// mathematics is that of mamba3_forward.cu, the walk that of mamba3_walk.cuh. A block of four warpgroups walks the
+// chunks, 16 tokens each, of a head and works on neighbouring chunks at the same time:
 //   warpgroup 0   multiplies queries with keys and weighs these scores; makes rotations of the second next chunk
 //   warpgroup 1   has the state in accumulators, columns of the head in rows: multiplies it with queries, walks it over
 //                 the chunk, adds values with weighted scores, gates and folds the output
 //   warpgroup 2   biases and rotates keys of the next chunk
 //   warpgroup 3   the same with queries; makes the schedule of the second next chunk
-// All meet once per chunk, at a barrier. What one hands to another in the next turn lies in shared memory twice; keys
-// as scores read them once: they are overwritten when the scores are there. To the ends of segments the same block
-// walks without queries, scores and output, and two warpgroups have the keys.
+// Keys as scores read them lie in shared memory once: they are overwritten when the scores are there. To the ends of
+// segments the same block walks without queries, scores and output, and two warpgroups have the keys.
 //
 // TF32 is summed along the rows of both operands. So keys lie in shared memory as they are, for the scores, and
 // transposed, for the state, by what it keeps of them. Values expanded to ranks are made where they are multiplied: A
-// operands in registers, of both products. Keys and queries are not looked at whether they are finite, see
-// mamba3_pipeline.cu.
+// operands in registers, of both products.
 
-#include "async_copy.cuh"
-#include "mamba3_chunks.cuh"
 #include "mamba3_output.cuh"
-#include "mamba3_rows.cuh"
-#include "mamba3_state.cuh"
-#include "wgmma.cuh"
+#include "mamba3_walk.cuh"
 #include "wgmma_tf32.cuh"
 
 namespace jax_ssd {
-
-// `advanced` without a carry to the upper half, which has none in shared memory: half of the instructions.
-__device__ __forceinline__ unsigned long long moved(unsigned long long descriptor, unsigned bytes) {
-  const unsigned low = static_cast<unsigned>(descriptor) + (bytes >> 4);
-  return (descriptor & 0xffffffff00000000ull) | low;
-}
 
 // Four neighbouring coordinates of a key or query in two pairs, of all that are: a unit. If pairs are (i, i + State /
 // 2), a unit's are in both halves; matrices have them side by side.
@@ -80,34 +68,22 @@ struct AcrossMatrix {
   }
 };
 
-// Sizes, and where things lie in shared memory; plan.py has the same figures.
-template <class S_, class O_, bool Ends>
-struct Tf32Shape {
-  using S = S_;
-  using O = O_;
-  static constexpr bool kEnds = Ends;
-  static constexpr int kTokens = 16, kRows = 64, kColumns = 64, kThreads = 512, kStagers = 256;
-  static constexpr int kSizeState = S::kState / 2;  // see `Part`
+// Sizes, and where matrices and values lie in shared memory; plan.py has the same figures.
+template <class S, class O, bool Ends>
+struct Tf32Shape : WalkSizes<S, O, 16, Ends> {
+  using Base = WalkSizes<S, O, 16, Ends>;
+  using Base::kTokens, Base::kRows, Base::kColumns;
+  static constexpr int kThreads = 512, kRotators = 128, kParts = 8, kBarriers = 2;
+  static_assert(S::kRank == 4 && S::kState == 128 && O::kWeighted, "these sizes only");
   using Rows = RowMatrix<S::kState>;
   using Scores = RowMatrix<kRows>;
   using Across = AcrossMatrix<S, kTokens>;
-  using Table = Rotations<S, kTokens>;
-  using Weights = Schedule<kTokens>;
-  using Given = GivenSchedule<kTokens>;
-  static constexpr int kValues = kTokens * kColumns * 4, kTable = padded(Table::kBytes, 16),
-                       kWeights = padded(sizeof(Weights), 16), kGiven = padded(sizeof(Given), 16),
-                       kNorms = O::kNorm && !Ends ? 4 * kRows * 4 : 0,
-                       kFactors = Ends ? 0 : 2 * S::kRank * kColumns * 4, kBad = padded(4 * (kTokens + 1), 16);
+  static constexpr int kValues = kTokens * kColumns * 4, kFactors = Ends ? 0 : 2 * S::kRank * kColumns * 4;
   static constexpr int kKeysAt = 0, kQueriesAt = kKeysAt + (Ends ? 0 : Rows::kBytes),
                        kScoresAt = kQueriesAt + (Ends ? 0 : 2 * Rows::kBytes),
                        kAcrossAt = kScoresAt + (Ends ? 0 : Scores::kBytes), kValuesAt = kAcrossAt + 2 * Across::kBytes,
-                       kTableAt = kValuesAt + 2 * kValues, kNormsAt = kTableAt + 2 * kTable,
-                       kFactorsAt = kNormsAt + kNorms, kWeightsAt = kFactorsAt + kFactors,
-                       kGivenAt = kWeightsAt + 4 * kWeights, kValueWeightsAt = kGivenAt + 2 * kGiven,
-                       kLostAt = kValueWeightsAt + padded(S::kRank * S::kHeadDim * 4, 16),
-                       kBadAt = kLostAt + padded(S::kPairs * 4, 16), kBarriersAt = kBadAt + 4 * kBad,
-                       kBytes = kBarriersAt + 16;
-  static_assert(S::kRank == 4 && S::kState == 128 && S::kHeadDim <= kColumns && O::kWeighted, "these sizes only");
+                       kMatricesEnd = kValuesAt + 2 * kValues;
+  using Layout = WalkLayout<Base, kMatricesEnd, kFactors, S::kRank * S::kHeadDim * 4>;
 };
 
 // The thread's accumulators of the state: two neighbouring columns of the head in rows, of each eight coordinates two.
@@ -352,19 +328,18 @@ struct FoldStage {
 
 // One block.
 template <class H>
-struct Tf32Walk {
+struct Tf32Walk : WalkBlock<H> {
   using S = typename H::S;
   using O = typename H::O;
+  using Block = WalkBlock<H>;
+  using Phases = typename Block::Phases;
+  using Block::angles_of, Block::barrier, Block::begin, Block::bring, Block::chunks, Block::common, Block::decay_state,
+      Block::fetch_given, Block::final_state, Block::in, Block::make_rotations, Block::make_weights, Block::memory,
+      Block::outputs_of, Block::parameter_row, Block::pass_state, Block::rows_of, Block::scores_here, Block::spoil,
+      Block::spoil_marked, Block::start, Block::start_state, Block::state, Block::store_output, Block::table,
+      Block::values_of, Block::weights, Block::write_end;
+  using Block::Block;
   static constexpr int kTokens = H::kTokens;
-
-  const Arrays<S>& in;
-  const FinalState& final_state;
-  float *ends, *decays;  // of pieces: the state at the end, by what a state decays, the phases
-  unsigned* phases;
-  unsigned char* memory;
-  int seq, sequences, pieces, piece_tokens;
-  int start, limit;  // the block's tokens are those from start to limit
-  Place place;
 
   __device__ __forceinline__ unsigned keys() const { return shared_address(memory + H::kKeysAt); }
   __device__ __forceinline__ unsigned queries(int turn) const {
@@ -379,127 +354,12 @@ struct Tf32Walk {
   __device__ __forceinline__ float* values(int turn) const {
     return reinterpret_cast<float*>(memory + H::kValuesAt + turn % 2 * H::kValues);
   }
-  __device__ __forceinline__ typename H::Table table(int turn) const {
-    return typename H::Table(memory + H::kTableAt + turn % 2 * H::kTable);
-  }
-  __device__ __forceinline__ typename H::Weights& weights(int turn) const {
-    return *reinterpret_cast<typename H::Weights*>(memory + H::kWeightsAt + turn % 4 * H::kWeights);
-  }
-  __device__ __forceinline__ typename H::Given& given(int turn) const {
-    return *reinterpret_cast<typename H::Given*>(memory + H::kGivenAt + turn % 2 * H::kGiven);
-  }
-  // Which tokens of a chunk have rotations that are not finite, and whether any has.
-  __device__ __forceinline__ int* bad(int turn) const {
-    return reinterpret_cast<int*>(memory + H::kBadAt + turn % 4 * H::kBad);
-  }
-  __device__ __forceinline__ unsigned* lost() const { return reinterpret_cast<unsigned*>(memory + H::kLostAt); }
-  // What values are multiplied by, [rank][head_dim].
-  __device__ __forceinline__ float* mimo_v() const { return reinterpret_cast<float*>(memory + H::kValueWeightsAt); }
-  // The barriers at which scores of a turn are there, and at which keys have been read for them, a warp's at a time.
-  __device__ __forceinline__ unsigned scores_here() const { return shared_address(memory + H::kBarriersAt); }
-  __device__ __forceinline__ unsigned keys_read() const { return shared_address(memory + H::kBarriersAt + 8); }
+  // That at which keys have been read for scores.
+  __device__ __forceinline__ unsigned keys_read() const { return barrier(1); }
   // See `FoldStage`.
-  __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(memory + H::kFactorsAt); }
-  // Parts of sums of squares, [warp][row].
-  __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(memory + H::kNormsAt); }
-
-  __device__ __forceinline__ long long head() const { return (long long)place.row * S::kHeads + place.head; }
-  __device__ __forceinline__ long long parameter_row() const { return O::kSharedParams ? place.head : head(); }
-  __device__ __forceinline__ long long token(int t) const { return (long long)place.row * seq + t; }
-  __device__ __forceinline__ long long schedule(int t) const { return head() * seq + t; }
-  __device__ __forceinline__ long long state(const Chunk& chunk) const {
-    return ((long long)place.row * sequences + chunk.sequence) * S::kHeads + place.head;
-  }
-  __device__ __forceinline__ long long values_of(int t) const {
-    return (token(t) * S::kHeads + place.head) * S::kHeadDim;
-  }
-  __device__ __forceinline__ const float* rows_of(const float* all, int t) const {
-    const int group = place.head / (S::kHeads / S::kGroups);
-    return all + (token(t) * (S::kRank * S::kGroups) + group) * S::kState;
-  }
-  __device__ __forceinline__ const float* angles_of(int t) const {
-    return in.angles + (token(t) * S::kHeads + place.head) * S::kPairs;
-  }
-
-  // The chunks of the block.
-  __device__ __forceinline__ Chunks<kTokens, O::kPacked> chunks() const {
-    return {in.cu_seqlens + (long long)place.row * (sequences + 1), sequences, seq, place, start, limit};
-  }
-
-  // A descriptor in registers that the warp has in common, where products want it: what is added to it stays there,
-  // while one of a thread's own registers is moved there word by word for each product, and so are constants: hence the
-  // sign of a length, which is zero.
-  __device__ __forceinline__ unsigned long long common(unsigned long long descriptor) const {
-    const unsigned high = static_cast<unsigned>(descriptor >> 32) + (static_cast<unsigned>(seq) >> 31);
-    return static_cast<unsigned long long>(high) << 32 | __reduce_or_sync(~0u, static_cast<unsigned>(descriptor));
-  }
-
-  // A token with a number that is not finite: its weights become NaN, and all of the state after it.
-  __device__ __forceinline__ void spoil(typename H::Weights& w, int c) const {
-    w.gamma[c] = w.f[c] = w.from_start[kTokens - 1] = __int_as_float(0x7fffffff);
-  }
+  __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(memory + H::Layout::kOwnAt); }
 
   // ---- warpgroup 0 ----
-
-  using Walk = PhaseWalk<S, kTokens, 128, 8>;
-
-  __device__ __forceinline__ void begin(Walk& walk) const {
-    walk.begin(nullptr, lost());
-    if (!H::kEnds && start != place.first) {
-      for (int j = place.first / piece_tokens; j < start / piece_tokens; ++j) {
-        walk.skip(phases + 2 * (head() * pieces + j) * S::kPairs, lost());
-      }
-    }
-  }
-
-  // Makes rotations of the second next chunk and loads angles of the one after. Where the walk has reached the end of a
-  // sequence, first writes its final angles.
-  template <class All>
-  __device__ __forceinline__ void make_rotations(Walk& walk, const All& all) const {
-    const int turn = all.turn;
-    const Chunk later = all.later(), after = all.after(), next = all.next(), now = all.now();
-    bool found = false;
-    if constexpr (O::kFinalState && !H::kEnds) {
-      if (next.ends()) walk.write_angles(final_state.angle + state(next) * S::kPairs, lost());
-      if (now.ends()) {  // keys have been written
-        walk.spoil_keys(final_state.angle + state(now) * S::kPairs,
-                        final_state.k + state(now) * (S::kRank * S::kState));
-      }
-    }
-    if (after.count > 0) {
-      if (after.begins() && !walk.begin(begin_angles<S, O>(in, state(after)), lost())) {
-        bad(turn + 2)[0] = 1;
-        found = true;
-      }
-      found |= walk.advance(given(turn + 2).dt, after.count, later.count, table(turn + 2), bad(turn + 2));
-    } else if (later.count > 0) {
-      walk.load(later.count);
-    }
-    if (__any_sync(~0u, found)) {
-      bad(turn + 2)[kTokens] = 1;
-      walk.lose(angles_of(after.t), in.dt + schedule(after.t), after.count, lost());
-    }
-  }
-
-  __device__ __forceinline__ void write_end(const Walk& walk) const {
-    walk.write_phases(phases + 2 * (head() * pieces + place.segment) * S::kPairs, lost());
-  }
-
-  // Brings keys, queries and values of a chunk, whose rows are loaded at the end of the next turn, to the L2 cache.
-  __device__ __forceinline__ void bring(const Chunk& chunk) const {
-    constexpr int kLines = S::kState / 32, kStride = S::kGroups * S::kState;
-    const int thread = threadIdx.x % 128;
-#pragma unroll
-    for (int i = thread; i < H::kRows * kLines; i += 128) {
-      const int row = i / kLines, at = row * kStride + i % kLines * 32;
-      if (row >= chunk.count * S::kRank) continue;
-      prefetch(rows_of(in.k, chunk.t) + at);
-      if constexpr (!H::kEnds) prefetch(rows_of(in.q, chunk.t) + at);
-    }
-    if (thread / 2 < chunk.count && thread % 2 * 32 < S::kHeadDim) {
-      prefetch(in.v + values_of(chunk.t) + thread / 2 * (S::kHeads * S::kHeadDim) + thread % 2 * 32);
-    }
-  }
 
   // Scores, queries in rows.
   __device__ __forceinline__ void multiply_keys(float (&m)[32], int turn) const {
@@ -548,7 +408,7 @@ struct Tf32Walk {
   }
 
   __device__ __forceinline__ void make_scores(float skip) const {
-    Walk walk(angles_of(start));
+    Phases walk(angles_of(start));
     begin(walk);
     __syncthreads();
     for (auto all = chunks(); all.any(); all.pass()) {
@@ -566,24 +426,6 @@ struct Tf32Walk {
 
   // ---- warpgroup 1 ----
 
-  // The state before the block's first token, of the pieces since its sequence began. Rotations, of one token, are
-  // lent to this warpgroup for the time.
-  __device__ __forceinline__ void sum_segments(float (&s)[H::kSizeState]) const {
-    const typename H::Table turns = table(0);
-    unsigned sum = 0;
-    const int pair = threadIdx.x % 128, from = place.first / piece_tokens;
-    for (int j = from; j < start / piece_tokens; ++j) {
-      const long long of = head() * pieces + j;
-      if (pair < S::kPairs) {
-        sincos_of_phase(sum, turns.sine[turns.place(0, pair)], turns.cosine[turns.place(0, pair)]);
-        sum += phases[2 * of * S::kPairs + pair];
-      }
-      named_barrier(1, 128);
-      add_turned<S, H>(s, j == from ? 0.0f : decays[of], ends + of * (S::kHeadDim * S::kState), turns);
-      named_barrier(1, 128);
-    }
-  }
-
   // Values of two neighbouring columns, expanded to the thread's rank: an A operand whose summed dimension is tokens
   // and ranks.
   __device__ __forceinline__ void expand(unsigned (&a)[kTokens / 2][4], int turn, float2 ranked) const {
@@ -593,39 +435,6 @@ struct Tf32Walk {
       const float2 x = *reinterpret_cast<const float2*>(v + t * H::kColumns);
       a[t / 2][t % 2 * 2] = tf32(x.x * ranked.x);
       a[t / 2][t % 2 * 2 + 1] = tf32(x.y * ranked.y);
-    }
-  }
-
-  // Divides columns, outputs of a token and rank, by their root mean square. Four threads have two columns each, of the
-  // other rows of 16 their neighbours and of the others other warps.
-  __device__ __forceinline__ void normalize(float (&o)[32], float eps) const {
-    const int thread = threadIdx.x % 128, warp = thread / 32, column = thread % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float sums[2];
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        sums[b] = o[4 * j + b] * o[4 * j + b] + o[4 * j + 2 + b] * o[4 * j + 2 + b];
-#pragma unroll
-        for (int other = 4; other <= 16; other *= 2) sums[b] += __shfl_xor_sync(~0u, sums[b], other);
-      }
-      float2* to = reinterpret_cast<float2*>(norms() + warp * H::kRows + 8 * j + column);
-      if (thread % 32 < 4) *to = make_float2(sums[0], sums[1]);
-    }
-    named_barrier(2, 128);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const float2 pair = *reinterpret_cast<const float2*>(norms() + part * H::kRows + 8 * j + column);
-        sums[0] += pair.x, sums[1] += pair.y;
-      }
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const float by = 1.0f / sqrtf(sums[b] * (1.0f / S::kHeadDim) + eps);
-        o[4 * j + b] *= by, o[4 * j + 2 + b] *= by;
-      }
     }
   }
 
@@ -675,23 +484,13 @@ struct Tf32Walk {
     }
     wgmma_commit();
     float by[32];
-    output.make_gates(by);  // while the last product runs
-    if (next.count > 0) output.load(next.count);
-    wgmma_wait<0>();
-    pin(o);
-    if constexpr (O::kNorm) normalize(o, norm_eps);
-    if (now.count > 0) output.store(now.count, o, by);
+    store_output(output, o, by, now, next, norm_eps);
   }
 
   __device__ __forceinline__ void walk_state(float* y, float norm_eps) const {
     float s[H::kSizeState];
-#pragma unroll
-    for (int i = 0; i < H::kSizeState; ++i) s[i] = 0.0f;
-    if constexpr (!H::kEnds) {
-      if (start != place.first) sum_segments(s);
-    }
-    FoldStage<H> output(factors(), in.z + values_of(start),
-                        y + (token(start) * (O::kFolds ? 1 : S::kRank) * S::kHeads + place.head) * S::kHeadDim);
+    start_state(s);
+    FoldStage<H> output(factors(), in.z + values_of(start), y + outputs_of(start));
     float2 ranked = make_float2(0.0f, 0.0f);
     if (output.is_there()) {
       const long long of = parameter_row() * S::kRank + threadIdx.x % 4;
@@ -702,7 +501,6 @@ struct Tf32Walk {
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk next = all.next(), now = all.now();
-      // Products of no chunk change nothing: the schedules begin as those of chunks without tokens.
       const typename H::Weights& w = weights(turn);
       float o[32];
       unsigned halves[2][H::kSizeState / 8][4], v[kTokens / 2][4];
@@ -719,12 +517,7 @@ struct Tf32Walk {
       }
       expand(v, turn, ranked);
       pin(v);
-      const float over = w.from_start[kTokens - 1];
-#pragma unroll
-      for (int i = 0; i < H::kSizeState; ++i) s[i] *= over;
-      if constexpr (H::kEnds) {
-        decay += static_cast<double>(w.sum[kTokens - 1]) + static_cast<double>(w.rest[kTokens - 1]);
-      }
+      decay_state(s, decay, w);  // products of no chunk change nothing either
       const auto k_columns = common(piece_descriptor(across(turn), 128, H::Across::kEights));
       pin(s);
       wgmma_fence();
@@ -742,48 +535,12 @@ struct Tf32Walk {
       wgmma_wait<0>();
       pin(s);
       pin(v);
-      if constexpr (H::kEnds) {
-        if (now.count > 0 && now.t + now.count == limit) {
-          const long long end = head() * pieces + place.segment;
-          Part<S, H>().each([&](int i, int p, int n) { ends[(end * S::kHeadDim + p) * S::kState + n] = s[i]; });
-          if (threadIdx.x % 128 == 0) decays[end] = exp2f(static_cast<float>(decay));
-        }
-      } else if constexpr (O::kFinalState) {
-        if (now.ends()) {
-          float* to = final_state.ssm + state(now) * (S::kHeadDim * S::kState);
-          Part<S, H>().each([&](int i, int p, int n) { to[p * S::kState + n] = s[i]; });
-        }
-      }
-      if ((O::kPacked || O::kInitialState) && next.begins()) {
-        begin_state<S, H, O>(s, in, state(next), schedule(next.t), mimo_v());
-      }
+      pass_state(s, decay, now, next);
       __syncthreads();
     }
   }
 
   // ---- warpgroups 2 and 3 ----
-
-  // Of tokens whose rotations are not finite, by a warp.
-  __device__ __forceinline__ void spoil_marked(int turn) const {
-    int* marks = bad(turn);
-    if (marks[kTokens] == 0) return;
-    for (int c = threadIdx.x % 32; c < kTokens; c += 32) {
-      if (marks[c]) spoil(weights(turn), c);
-      marks[c] = 0;
-    }
-    __syncwarp();
-    marks[kTokens] = 0;
-  }
-
-  // Of the second next chunk, by a warp.
-  template <class All>
-  __device__ __forceinline__ void make_weights(const All& all) const {
-    const Chunk after = all.after();
-    if (after.count > 0) {
-      const bool more = after.t + after.count < after.end;
-      make_schedule<true>(weights(all.turn + 2), given(all.turn + 2), after.count, more);
-    }
-  }
 
   __device__ __forceinline__ void stage() const {
     const bool second = __shfl_sync(~0u, threadIdx.x / 128, 0) == 3, keys_here = H::kEnds || !second;
@@ -795,10 +552,7 @@ struct Tf32Walk {
     for (auto all = chunks(); all.any(); all.pass()) {
       const int turn = all.turn;
       const Chunk later = all.later(), after = all.after(), next = all.next();
-      if (second && later.count > 0) {
-        const long long from = schedule(later.t);
-        fetch_schedule(given(turn + 3), in.adt + from, in.dt + from, in.trap + from, seq - later.t, thread);
-      }
+      if (second && later.count > 0) fetch_given(later, turn);
       if (next.count > 0) {
         typename H::Weights& w = weights(turn + 1);
         check.store(values(turn + 1), [&](int c) { spoil(w, c); });
@@ -827,9 +581,7 @@ struct Tf32Walk {
   }
 };
 
-// One block for each row, segment and head, heads fastest: those of a group read the same keys and queries. Ends: one
-// for each piece of a segment but the last one's; its state, decay and phases are written, from a zero state or from
-// its sequence's if that begins in the piece. There are `pieces` of a row, as many of each segment.
+// One block for each row, segment or piece, and head, see `WalkBlock`.
 template <class S, class O, bool Ends>
 __global__ void __launch_bounds__(512, 1)
     mamba3_tf32(const float* q, const float* k, const float* v, const float* q_bias, const float* k_bias,
@@ -844,48 +596,20 @@ __global__ void __launch_bounds__(512, 1)
   const Arrays<S> in{q,           k,      v,   z,  q_bias, k_bias,      mimo_v,    mimo_o,  mimo_z,  D,
                      norm_weight, angles, adt, dt, trap,   state_angle, state_ssm, state_k, state_v, cu_seqlens};
   const FinalState final_state{final_angle, final_ssm, final_k, final_v};
-  clear<H::kBytes>(memory, H::kThreads);
+  clear<H::Layout::kBytes>(memory, H::kThreads);
   fence_async_proxy();
-
-  const int here = Ends ? pieces : segments, tokens = Ends ? piece_tokens : segment_tokens;
-  Place at;
-  at.head = blockIdx.x % S::kHeads;
-  at.segment = blockIdx.x / S::kHeads % here;
-  at.row = blockIdx.x / S::kHeads / here;
-  at.sequence = 0, at.first = 0, at.end = seq;
-  int t = at.segment * tokens;
-  const int limit = min(seq, t + tokens);
-  const int* bounds = cu_seqlens + (long long)at.row * (sequences + 1);
-  if constexpr (O::kPacked) {
-    at.find(bounds, sequences, Ends ? limit : t, seq);
-    if constexpr (Ends) {
-      if (at.first >= limit) return;  // what follows begins anew
-      t = max(t, at.first);
-    }
-  }
-  const Tf32Walk<H> block{in,        final_state, ends,         decays, phases, memory, seq,
-                          sequences, pieces,      piece_tokens, t,      limit,  at};
+  const Tf32Walk<H> block(in, final_state, ends, decays, phases, memory, seq, segments, segment_tokens, pieces,
+                          piece_tokens, sequences);
+  if (block.is_idle()) return;
   __syncthreads();
-
-  constexpr int kRanked = S::kRank * S::kHeadDim;
-  for (int i = threadIdx.x; i < kRanked; i += H::kThreads) {
-    block.mimo_v()[i] = mimo_v[block.parameter_row() * kRanked + i];
-  }
+  block.load_parameters(mimo_v);
   if constexpr (!Ends) {
+    constexpr int kRanked = S::kRank * S::kHeadDim;
     const long long row = block.parameter_row();
     FoldStage<H>::make_factors(block.factors(), mimo_o + row * kRanked, mimo_z + row * kRanked,
                                norm_weight + row * S::kHeadDim);
   }
-  if constexpr (O::kPacked && O::kFinalState && !Ends) {
-    if (at.segment == 0) pass_empty_sequences<S, O>(final_state, in, at, bounds, sequences, seq);
-  }
-  if (threadIdx.x == 0) {
-    barrier_init(block.scores_here(), 4);
-    barrier_init(block.keys_read(), 4);
-    fence_barrier_init();
-  }
-  for (int i = 0; i < 2; ++i) block.table(i).template fill<H::kThreads>();
-  if (threadIdx.x < 3) block.weights(threadIdx.x).from_start[H::kTokens - 1] = 1.0f;  // before the first chunk
+  block.prepare();
 
   // The warpgroup with the state takes some of the others' registers. The sum must not grow, or the block would wait
   // for more forever.
