@@ -3,11 +3,11 @@
 // the same time:
 //   warpgroup 0      multiplies queries with keys and weighs these scores
 //   warpgroup 1      walks the state over the chunk, S = exp(a_last) S + (kept V)' K
-//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk; make the schedule of the second next
-//                    chunk
+//   warpgroups 2, 3  expand values and rotate keys and queries of the next chunk
 // The output is queries multiplied with the state, then values with weighted scores, transposed: rows are columns of
-// the head; it is gated and folded. Of four warpgroups 1 makes it, for it has the state in registers, and 0 makes
-// rotations of the second next chunk. Of five 0 makes it, from a copy of the state, and 1 and 4 make rotations.
+// the head; it is gated and folded. Of four warpgroups 1 makes it, for it has the state in registers, and the schedule
+// of the second next chunk; 0 makes rotations of that. Of five 0 makes the output, from a copy of the state, 1 and 4
+// make rotations and 2 the schedule.
 // What one hands to another at the barrier between turns is told in mamba3_walk.cuh; who makes the output waits for
 // scores as well. Shared memory is busiest. Loops stay rolled where they can: a program for each warpgroup, all
 // unrolled, waited for instructions half of the time. To the ends of segments the same block walks without queries and
@@ -19,6 +19,13 @@
 
 namespace jax_ssd {
 
+// Shared memory by an address that the warp has in a common register. Without it each access makes the address anew, of
+// the block's number in its cluster, and waits for that.
+__device__ __forceinline__ unsigned char* in_common(unsigned char* memory) {
+  const unsigned address = __reduce_or_sync(~0u, shared_address(memory));
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
+
 // Sizes, and where matrices lie in shared memory; plan.py has the same figures.
 template <class S, int Tokens, int Groups, class O, bool Ends>
 struct PipelineShape : WalkSizes<S, O, Tokens, Ends> {
@@ -29,6 +36,8 @@ struct PipelineShape : WalkSizes<S, O, Tokens, Ends> {
   static_assert(S::kState % 64 == 0, "whole tiles");
   // Does warpgroup 1 make the output, from the state in its registers?
   static constexpr bool kHeldState = Groups == 4;
+  // Which makes the schedules, by one of its warps: a sixth of a turn, which that role has to spare.
+  static constexpr int kScheduler = kHeldState && !Ends ? 1 : 2;
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
   static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
   static __device__ constexpr bool rotates(int group) {
@@ -249,6 +258,7 @@ struct Pipeline : WalkBlock<H> {
       }
       wgmma_commit();
       if constexpr (H::rotates(1)) make_rotations(walk, all);
+      if (H::kScheduler == 1 && threadIdx.x % 128 < 32) make_weights(all);  // while products run
       if constexpr (kOutput) finish_output(output, o, now, next, turn, norm_eps);
       wgmma_wait<0>();
       pin(s);
@@ -295,7 +305,7 @@ struct Pipeline : WalkBlock<H> {
                    ends && stages_keys ? next.count - 1 : -1,
                    O::kFinalState ? final_state.k + state(next) * (S::kRank * S::kState) : nullptr, next.count);
       }
-      if (!second && thread < 32) make_weights(all);
+      if (H::kScheduler == 2 && !second && thread < 32) make_weights(all);
       if (second) wait_for_copies();
       fence_async_proxy();
       if (after.count > 0) {  // what is loaded here delays neither those waits nor others for what was loaded before
@@ -337,8 +347,8 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const FinalState final_state{final_angle, final_ssm, final_k, final_v};
   clear<H::Layout::kBytes>(memory, H::kThreads);
   fence_async_proxy();
-  const Pipeline<H> block(in, final_state, ends, decays, phases, memory, seq, segments, segment_tokens, pieces,
-                          piece_tokens, sequences);
+  const Pipeline<H> block(in, final_state, ends, decays, phases, H::kHeldState ? in_common(memory) : memory, seq,
+                          segments, segment_tokens, pieces, piece_tokens, sequences);
   if (block.is_idle()) return;
   __syncthreads();
   block.load_parameters(mimo_v);
@@ -349,16 +359,15 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (role == 0) {
     if constexpr (Groups == 5) take_registers<128>();
-    if constexpr (Groups == 4 && !Ends) give_registers<96>();
+    if constexpr (Groups == 4 && !Ends) give_registers<88>();
     const float skip = O::kSkip && !Ends ? D[block.parameter_row()] : 0.0f;
     block.make_scores(y, mimo_o, mimo_z, norm_weight, skip, norm_eps);
   } else if (role == 1) {
     if constexpr (Groups == 5) take_registers<112>();
-    if constexpr (Groups == 4 && !Ends) take_registers<176>();
+    if constexpr (Groups == 4 && !Ends) take_registers<168>();
     block.walk_state(y, mimo_o, mimo_z, norm_weight, norm_eps);
   } else if (role < 4) {
     if constexpr (Groups == 5) give_registers<88>();
-    if constexpr (Groups == 4 && !Ends) give_registers<120>();
     block.stage();
   } else {
     if constexpr (Groups == 5) {

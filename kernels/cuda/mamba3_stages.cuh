@@ -25,8 +25,20 @@ struct RowStage {
   unsigned identity;
   unsigned raw[kAhead][kUnits][4];
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
+  // Where there are registers for them: the thread's first row among those that are given, its place in a matrix, and
+  // those of its tokens' rotations in the table. Else they are computed anew in each turn.
+  static constexpr bool kKept = kAhead == kOwn;
+  int given;
+  unsigned spot;
+  int turns[kKept ? kOwn / kRanks : 1];
 
-  static __device__ __forceinline__ int first_row() { return thread_here() % kThreads / 8 * kRanks; }
+  // Where halves of a row are its pairs, eight lanes write half of a line and sixteen, 8 bytes each, at a time. So that
+  // these have all banks, their two rows are four apart, which the swizzle takes to the other half.
+  static __device__ __forceinline__ int first_row() {
+    constexpr int kFour = 4 / kRanks;
+    const int slot = thread_here() % kThreads / 8;
+    return kRanks * (S::kHalf ? (slot & ~(1 | kFour)) | slot % 2 * kFour | slot / kFour % 2 : slot);
+  }
   // Of the thread's row i.
   static __device__ __forceinline__ int rank(int i) { return RowOrder<S::kRank>::rank(first_row()) + i % kRanks; }
   static __device__ __forceinline__ int token(int i) {
@@ -38,7 +50,11 @@ struct RowStage {
 
   // biases: [rank][state] of the head. rows: [token][rank][groups][state], at the first token and the head's group.
   __device__ __forceinline__ RowStage(const float* biases, const __nv_bfloat16* rows)
-      : identity(identity_tile()), from(rows + lane() * kWidth) {
+      : identity(identity_tile()), from(rows + lane() * kWidth), given(first_given()), spot(place_of_first()) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < kOwn / kRanks; ++i) turns[i] = H::Table::place(token(i * kRanks), 4 * lane());
+    }
 #pragma unroll
     for (int i = 0; i < kRanks * kUnits; ++i) {
       bias[i / kUnits][i % kUnits] = Unit<S>(biases + rank(i / kUnits) * S::kState, lane() + i % kUnits * 8);
@@ -55,7 +71,7 @@ struct RowStage {
   // can begin. last_key: where the keys of token `last` are written in float32 too.
   __device__ __forceinline__ void store(unsigned to, int panel, const typename H::Table& table, int last,
                                         float* last_key, int count) {
-    const unsigned base = to + swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
+    const unsigned base = to + (kKept ? spot : place_of_first());
 #pragma unroll(kAhead == kOwn ? kOwn / 2 : 1)
     for (int round = 0; round < kOwn / 2; ++round) {
       const auto token_of = [&](int j) { return token(2 * round + j); };
@@ -66,40 +82,51 @@ struct RowStage {
       for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-          const int unit = lane() + 8 * i, at = H::Table::place(token_of(j * kRanks), 4 * unit);
+          const int unit = lane() + 8 * i;
           if (4 * unit >= S::kPairs) continue;
+          const int at =
+              kKept ? turns[2 * round / kRanks + j] + 32 * i : H::Table::place(token_of(j * kRanks), 4 * unit);
           load_values(sine[j][i], table.sine + at);
           load_values(cosine[j][i], table.cosine + at);
         }
       }
+      Unit<S> next;  // where there are registers for it, unpacked while the one before is rotated and stored
+      if constexpr (kKept) unpack(next, 2 * round, 0);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int own = 2 * round + j;
+      for (int step = 0; step < 2 * kUnits; ++step) {
+        const int j = step / kUnits, i = step % kUnits, own = 2 * round + j, unit = lane() + 8 * i;
+        if constexpr (!kKept) unpack(next, own, i);
+        Unit<S> x = next;
+        if (kKept && step + 1 < 2 * kUnits) unpack(next, 2 * round + (step + 1) / kUnits, (step + 1) % kUnits);
+        if (4 * unit < S::kPairs) x.rotate_by(sine[j / kRanks][i], cosine[j / kRanks][i]);
+        if (token_of(j) == last) x.write(last_key + rank(own) * S::kState, unit);
+        unsigned words[4];
 #pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          const int unit = lane() + 8 * i;
-          Unit<S> x;
-#pragma unroll
-          for (int e = 0; e < 8; e += 4)
-            add_pairs(x.v + e, raw[kAhead == kOwn ? own : j][i] + e / 2, identity, bias[own % kRanks][i].v + e);
-          if (4 * unit < S::kPairs) x.rotate_by(sine[j / kRanks][i], cosine[j / kRanks][i]);
-          if (token_of(j) == last) x.write(last_key + rank(own) * S::kState, unit);
-          unsigned words[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
-          // Of a neighbour below an even row the order of pieces differs in one bit.
-          write((base + own / kRanks * kApart * 128 + own % kRanks * 128) ^ own % kRanks * 16, panel, i, words);
-        }
-        if (kAhead < kOwn && own + kAhead < kOwn) load(j, own + kAhead, count);
+        for (int e = 0; e < 4; ++e) words[e] = bfloat16_pair(x.v[2 * e], x.v[2 * e + 1]);
+        // Of a neighbour below an even row the order of pieces differs in one bit.
+        write((base + own / kRanks * kApart * 128 + own % kRanks * 128) ^ own % kRanks * 16, panel, i, words);
+        if (kAhead < kOwn && i == kUnits - 1 && own + kAhead < kOwn) load(j, own + kAhead, count);
       }
     }
     from += (long long)count * (S::kRank * kRow);
   }
 
  private:
+  static __device__ __forceinline__ int first_given() { return token(0) * S::kRank + rank(0); }
+  static __device__ __forceinline__ unsigned place_of_first() {
+    return swizzled(first_row(), lane() * kWidth / 8) + lane() * kWidth % 8 * 2;
+  }
+  __device__ __forceinline__ void unpack(Unit<S>& x, int own, int i) const {
+#pragma unroll
+    for (int e = 0; e < 8; e += 4) {
+      add_pairs(x.v + e, raw[kAhead == kOwn ? own : own % 2][i] + e / 2, identity, bias[own % kRanks][i].v + e);
+    }
+  }
   // A row beyond the chunk is one of its last token instead: it counts for nothing, and is finite if that is.
   __device__ __forceinline__ void load(int to, int own, int count) {
-    const __nv_bfloat16* row = from + min(token(own) * S::kRank + rank(own), count * S::kRank - 1) * kRow;
+    static_assert(kApart % S::kRank == 0, "rows that are kApart from each other are of one rank");
+    const int first = kKept ? given : first_given(), mine = first + own / kRanks * kApart + own % kRanks;
+    const __nv_bfloat16* row = from + min(mine, count * S::kRank - 1) * kRow;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (S::kHalf) {

@@ -298,7 +298,9 @@ struct PhaseWalk {
     float given[kSets * kSpan];
 #pragma unroll
     for (int i = 0; i < kSets * kSpan; ++i) given[i] = angles[i];
-    if (next_count > 0) load(next_count);
+    // One set's are asked for once those before have been used: asked for here they would be loaded to registers of
+    // their own, and waited for when they are moved.
+    if (kSets > 1 && next_count > 0) load(next_count);
     // Where tokens are the parts' alone and spans fours, a span's dt are loaded at once; rotations beyond the chunk are
     // written like others, and finite.
     constexpr bool kWhole = Parts * kSpan == Tokens;
@@ -365,6 +367,7 @@ struct PhaseWalk {
       }
       phase[kSets - 1] = after;
     }
+    if (kSets == 1 && next_count > 0) load(next_count);
     return found;
   }
 };

@@ -310,3 +310,4 @@ inline void griddepcontrol_launch_dependents() {}
 }  // namespace emulator::ptx
 
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_offset(pointer); }
+inline void* __cvta_shared_to_generic(size_t address) { return emulator::shared(static_cast<unsigned>(address), 1, 1); }
