@@ -58,6 +58,7 @@ template <class C>
 struct ChunkMemory {
   // Floats or pairs of 16 bits in a row: some more than there are, so that rows begin in different banks.
   static constexpr int kTurnPitch = C::kPairs + 4, kWidePitch = C::kP + 8, kBiasPitch = C::kN / 2 + 4;
+  static constexpr int kSecondHalves = C::kP / 2 + 4;  // of pieces of a row of weights: see `weight_at`
   static constexpr bool kSlopes = C::kGate && !C::kWeighted;
   static constexpr int kKinds = C::kWeighted ? 3 : 0;
   static constexpr int kParts = C::kWeighted ? 4 : 1;  // of sums over head_dim: see `Sums`
@@ -100,6 +101,11 @@ struct ChunkMemory {
   template <typename T>
   __device__ T* table(int buffer, int offset) const {
     return reinterpret_cast<T*>(base + kTables + buffer * kTable + offset);
+  }
+  // Where the number of a column is in a row of weights: the first halves of all pieces of eight, then the second ones,
+  // so that neither the pieces of a row nor neighbouring columns meet in the same banks.
+  static __device__ __forceinline__ int weight_at(int column) {
+    return column / 8 * 4 + column % 4 + column / 4 % 2 * kSecondHalves;
   }
   __device__ float* tokens(int buffer, int which) const { return table<float>(buffer, kTokensAt) + which * C::kTokens; }
   __device__ float* sums(int buffer, int which) const { return table<float>(buffer, kSums) + which * C::kTokens; }
@@ -281,7 +287,7 @@ struct ValueRows {
     for (int j = thread; j < (C::kGate ? 3 : 2) * kEach; j += kTeam) {
       const int which = j / kEach, r = j % kEach / (C::kP / 4), column = j % (C::kP / 4) * 4;
       const float* from = which == 0 ? in.mimo_v : which == 1 ? in.mimo_o : in.mimo_z;
-      copy_piece(to + ((which * C::kRank + r) * Memory::kWidePitch + column) * 4,
+      copy_piece(to + ((which * C::kRank + r) * Memory::kWidePitch + Memory::weight_at(column)) * 4,
                  from + (place.param(h) * C::kRank + r) * C::kP + column);
     }
     pieces_commit();
@@ -291,7 +297,7 @@ struct ValueRows {
     const int thread = thread_anew(), piece = thread % 8;
     char* values = memory.base + buffer * Memory::kInput + Memory::kV;
     const bf16* raw = memory.template table<bf16>(buffer, Memory::kRaw) + piece * 8;
-    const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 8;
+    const float* weights = memory.template table<float>(buffer, Memory::kWeights) + piece * 4;
     pieces_wait<0>();
     named_barrier(4, kTeam);  // weights are copied by others
     barrier_wait(memory.empty(buffer), (i / 2 - 1) & 1);
@@ -316,7 +322,7 @@ struct ValueRows {
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
           float4 weight_v, weight_o, weight_z = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-          const float* from = weights + r * Memory::kWidePitch + e;
+          const float* from = weights + r * Memory::kWidePitch + e / 4 * Memory::kSecondHalves;
           weight_v = *reinterpret_cast<const float4*>(from);
           weight_o = *reinterpret_cast<const float4*>(from + C::kRank * Memory::kWidePitch);
           if constexpr (C::kGate) weight_z = *reinterpret_cast<const float4*>(from + 2 * C::kRank * Memory::kWidePitch);
@@ -424,16 +430,20 @@ struct KeyRows {
   }
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
-    const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit;
+    // Where pairs are half a row apart, a unit is four columns of each half, which a copy brings to every other eight
+    // bytes of a row: a row's neighbours then get their second halves, as else they would meet in the same banks.
+    const bool swapped = C::kHalf && first % 2 == 1;
+    const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit + (swapped ? C::kN / 2 : 0);
+    const int other = swapped ? -C::kN / 2 : C::kN / 2;
     const bf16 *q = in.q + at, *k = in.k + at;
     asm volatile("" : "+l"(q), "+l"(k));  // as they are: sums of the rest are not made anew for each row
-    unsigned row = shared_address(to), next = row + second();
+    unsigned row = shared_address(to) + (swapped ? 8 : 0), next = row + second();
     int c = first / C::kRank;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       const int from = min(c, place.last) * (C::kRank * C::kGroups * C::kN);
-      copy_unit(row, q + from);
-      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from);
+      copy_unit(row, q + from, other);
+      copy_unit(row + ChunkMemory<C>::kK - ChunkMemory<C>::kQ, k + from, other);
       const unsigned after = row + 2048;
       row = next, next = after, c += kNext;
     }
@@ -454,12 +464,13 @@ struct KeyRows {
     char *row = to, *other = to + second();
     const bool turned = C::kPairs % 32 == 0 || unit < C::kPairs / 4;
     uint4 turn = make_uint4(0x3c00, 0x3c00, 0x3c00, 0x3c00);  // cosine 1, sine 0
+    const auto copied = [&](const char* from) { return *reinterpret_cast<const uint4*>(from); };
     uint4 q = copied(row), k = copied(row + Memory::kK - Memory::kQ);
     if (Turning && turned) turn = *reinterpret_cast<const uint4*>(turns);
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       float x[8], y[8], cosine[4], sine[4];
-      unpack8(q, x), unpack8(k, y);
+      unpack_unit<C>(q, x), unpack_unit<C>(k, y);
       if constexpr (Turning) {
         const unsigned words[4] = {turn.x, turn.y, turn.z, turn.w};
 #pragma unroll
@@ -491,20 +502,14 @@ struct KeyRows {
     if constexpr (C::kRank < 4) return 1024;
     return 512 + (unit & 4 ? -64 : 64);  // four rows below
   }
-  // Eight columns; where rotated pairs are half a row apart, four of each half.
-  static __device__ __forceinline__ void copy_unit(unsigned to, const bf16* from) {
+  // Eight columns, or four of each half, the others `other` numbers from the first.
+  static __device__ __forceinline__ void copy_unit(unsigned to, const bf16* from, int other) {
     if constexpr (C::kHalf) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + 8), "l"(from + C::kN / 2) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to ^ 8), "l"(from + other) : "memory");
     } else {
       copy_piece(to, from);
     }
-  }
-  static __device__ __forceinline__ uint4 copied(const char* row) {
-    const uint4 x = *reinterpret_cast<const uint4*>(row);
-    if constexpr (!C::kHalf) return x;
-    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
-                      __byte_perm(x.y, x.w, 0x7632));
   }
 };
 
@@ -1156,7 +1161,9 @@ struct Folded {
       store_tiles_transposed(at + i / 4 * (16 * kPitch * 2), words);
     }
     __syncwarp();
-    const int thread = thread_anew(), first = thread % 32 / 2, column = thread / 32 * 16 + thread % 2 * 8;
+    // Eight lanes have tokens that are two apart, so that these do not meet in the same banks.
+    const int thread = thread_anew(), first = thread % 8 / 2 * 2 + thread / 8 % 2 + thread % 32 / 16 * 8,
+              column = thread / 32 * 16 + thread % 2 * 8;
 #pragma unroll
     for (int c = first; c < C::kTokens; c += 16) {
       const uint4 piece = *reinterpret_cast<const uint4*>(table + c * kPitch + column);
@@ -1209,7 +1216,7 @@ __device__ __forceinline__ void make_folded_values(float (&o)[32], const ChunkAr
   const int buffer = i % 2, h = place.head + i;
   const unsigned k = memory.at(buffer * Memory::kInput + Memory::kK), adjoint = k + Memory::kAdjoint - Memory::kK;
   bf16* table = memory.template table<bf16>(buffer, Memory::kRaw) + 2 * Own::kKind;
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + Own::column();
+  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + Memory::weight_at(Own::column());
   float dv[32];
   barrier_wait(memory.adjoint_here(), i & 1);
   wgmma_fence();
@@ -1226,7 +1233,7 @@ __device__ __forceinline__ void make_folded_values(float (&o)[32], const ChunkAr
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int r = 0; r < C::kRank; ++r) spread[half][r] = weights[r * Own::kPitch + 8 * half];
+      for (int r = 0; r < C::kRank; ++r) spread[half][r] = weights[r * Own::kPitch + 4 * half];
 #pragma unroll
       for (int token = 0; token < Own::kOwn; ++token) {
         float& sum = sums[half * Own::kOwn + token];
@@ -1281,7 +1288,8 @@ __device__ __forceinline__ void output_gradients(float (&o)[32], const ChunkArra
   using Own = Folded<C>;
   constexpr int kWeight = C::kRank * Own::kPitch;
   bf16* table = memory.template table<bf16>(buffer, Memory::kRaw);
-  const float* weights = memory.template table<float>(buffer, Memory::kWeights) + kWeight + Own::column();
+  const float* weights =
+      memory.template table<float>(buffer, Memory::kWeights) + kWeight + Memory::weight_at(Own::column());
   bf16* record = place.record(in, h) + C::kMimoOAt;
   float sums[2 * Own::kOwn];
   unsigned at = Own::tokens_at(table, Own::kKind);
@@ -1297,7 +1305,7 @@ __device__ __forceinline__ void output_gradients(float (&o)[32], const ChunkArra
       fold[r] = weights[r * Own::kPitch];
       spread[r] = C::kGate ? weights[kWeight + r * Own::kPitch] : 1.0f;
     }
-    weights += 8;
+    weights += 4;
 #pragma unroll
     for (int token = 0; token < Own::kOwn; ++token) {
       const float dy = Own::of_token(words, 0, token), z = Own::of_token(words, 1, token);

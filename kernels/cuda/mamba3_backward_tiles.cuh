@@ -117,14 +117,24 @@ __device__ __forceinline__ void store4(float* p, float4 v) {
 
 __device__ __forceinline__ uint4 read_once(const bf16* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
-// Columns 8 * unit to 8 * unit + 7 of a tile, of a row of q or k in memory.
+// Columns 8 * unit to 8 * unit + 7 of a tile, of a row of q or k in memory, in words as they are there: what is loaded
+// ahead of its use is not to be waited for.
 template <class C>
 __device__ __forceinline__ uint4 load_unit(const bf16* row, int unit) {
   if constexpr (!C::kHalf) return read_once(row + 8 * unit);
   const uint2 a = __ldg(reinterpret_cast<const uint2*>(row + 4 * unit)),
               b = __ldg(reinterpret_cast<const uint2*>(row + C::kN / 2 + 4 * unit));
-  return make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632), __byte_perm(a.y, b.y, 0x5410),
-                    __byte_perm(a.y, b.y, 0x7632));
+  return make_uint4(a.x, a.y, b.x, b.y);
+}
+template <class C>
+__device__ __forceinline__ void unpack_unit(uint4 words, float (&x)[8]) {
+  if constexpr (!C::kHalf) return unpack8(words, x);
+  const unsigned low[2] = {words.x, words.y}, high[2] = {words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[4 * i] = Pairs16::low(low[i]), x[4 * i + 1] = Pairs16::low(high[i]);
+    x[4 * i + 2] = Pairs16::high(low[i]), x[4 * i + 3] = Pairs16::high(high[i]);
+  }
 }
 
 // The same of a bias.

@@ -156,7 +156,7 @@ struct Walker {
 #pragma unroll
       for (int r = 0; r < kRanks; ++r) {
         float x[8], offset[8];
-        unpack8(raw.key[i][r], x);
+        unpack_unit<C>(raw.key[i][r], x);
         load_halves(bias + key_rank(r) * C::kN, unit, offset);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] += offset[e];
