@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const FinalState final_state{final_angle, final_ssm, final_k, final_v};
   clear<H::Layout::kBytes>(memory, H::kThreads);
   fence_async_proxy();
-  const Pipeline<H> block(in, final_state, ends, decays, phases, H::kHeldState ? in_common(memory) : memory, seq,
+  const Pipeline<H> block(in, final_state, ends, decays, phases, H::kScheduler == 1 ? in_common(memory) : memory, seq,
                           segments, segment_tokens, pieces, piece_tokens, sequences);
   if (block.is_idle()) return;
   __syncthreads();

@@ -27,7 +27,7 @@ struct RowStage {
   const __nv_bfloat16* from;  // the first row of the chunk that is loaded next
   // Where there are registers for them: the thread's first row among those that are given, its place in a matrix, and
   // those of its tokens' rotations in the table. Else they are computed anew in each turn.
-  static constexpr bool kKept = kAhead == kOwn;
+  static constexpr bool kKept = kAhead == kOwn && !H::kEnds;
   int given;
   unsigned spot;
   int turns[kKept ? kOwn / kRanks : 1];
