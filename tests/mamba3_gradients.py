@@ -86,6 +86,17 @@ CASES = {
     "siso_model_odd_pairs": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 64, "pairs": 20},
     "siso_model_most_pairs": {"batch": 1, "seq": 70, "rank": None, "state": 128, "head_dim": 64, "pairs": 60},
     "model_odd_pairs": {"batch": 1, "seq": 50, "rank": 2, "state": 128, "head_dim": 64, "pairs": 40, "final": True},
+    # Pairs that are half a row apart.
+    "model_half": {"batch": 1, "seq": 70, "rank": 2, "state": 128, "head_dim": 64, "pairs": 24, "rotary": "half"},
+    "siso_model_half": {
+        "batch": 1,
+        "seq": 100,
+        "rank": None,
+        "state": 128,
+        "head_dim": 64,
+        "pairs": 32,
+        "rotary": "half",
+    },
     # With 70 tokens the gradients of D would nearly vanish, and rounding alone would be a tenth of them.
     "model_bare_pairs": {"batch": 1, "seq": 90, "rank": 2, "state": 128, "head_dim": 64, "pairs": 12, "gate": False},
     "wide": {"batch": 1, "seq": 100, "rank": None, "state": 128, "head_dim": 128, "pairs": 64},

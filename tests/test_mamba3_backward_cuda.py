@@ -38,6 +38,8 @@ EMULATED = {
     "siso_model_odd_pairs": {"heads": 1},
     "siso_model_most_pairs": {"heads": 1},
     "model_odd_pairs": {"heads": 1},
+    "model_half": {"heads": 1},
+    "siso_model_half": {"heads": 1},
 }
 SLOW = (
     "model_one_rank",
@@ -49,6 +51,8 @@ SLOW = (
     "model_bare_pairs",
     "siso_model_most_pairs",
     "model_odd_pairs",
+    "model_half",
+    "siso_model_half",
 )
 
 
