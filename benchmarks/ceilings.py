@@ -15,7 +15,7 @@ from benchmarks import timing
 def measure_ceilings(effort: timing.Effort) -> dict[str, float]:
     """Copy bandwidth (bytes read plus written per second) and bfloat16 matrix rate (flops per second), random data.
 
-    The least times: whatever else the machine does makes it slower.
+    The least times: whatever else the machine does makes a run slower.
     """
     on_gpu = jax.devices()[0].platform == "gpu"
     length, side = (1 << 28, 8192) if on_gpu else (1 << 22, 512)

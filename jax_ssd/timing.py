@@ -143,7 +143,7 @@ def _middle_half(samples: Sequence[float]) -> float:
 
 
 def _slope(short: float, long: float) -> float:
-    """On a busy host twice the work can seem to take less time; it keeps its constant part instead."""
+    """What `long` took beyond `short`; half of `long` where it seems to have taken no longer, as on a busy host."""
     return long - short if long > short else long / 2
 
 

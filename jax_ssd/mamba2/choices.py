@@ -86,13 +86,14 @@ def _cuda_forward(p: Problem, split: plan_cuda.Split | None) -> Plan:
 def _cuda_forward_values(p: Problem) -> Values:
     chunks, start = math.ceil(p.seq / plan_cuda.CHUNK), plan_cuda.split(p)
     lengths = {math.ceil(chunks / n) for n in _around(start.segments, chunks)}
-    if start.own_starts:
-        lengths |= {n for n in range(start.chunks_per_segment - 2, start.chunks_per_segment + 3) if 0 < n < chunks}
+    if start.own_starts:  # shorter ones would be lengthened to the heuristic's
+        lengths |= {n for n in range(start.chunks_per_segment, start.chunks_per_segment + 4) if n < chunks}
+    room = start.own_starts or plan_cuda.shortest_first(p, start.warpgroups, start.blocks) < chunks
     return {
         "warpgroups": (1, 2),
         "blocks": (1, 2),
         "chunks_per_segment": sorted(lengths, reverse=True),
-        "own_starts": (False, True),
+        "own_starts": (False, True) if room else (False,),
     }
 
 

@@ -431,7 +431,8 @@ struct KeyRows {
 
   __device__ __forceinline__ void copy(const ChunkArrays& in, const ChunkPlace<C>& place) const {
     // Where pairs are half a row apart, a unit is four columns of each half, which a copy brings to every other eight
-    // bytes of a row: a row's neighbours then get their second halves, as else they would meet in the same banks.
+    // bytes of a row. Of odd rows the second halves are copied first, so that copies of two neighbouring rows have
+    // different banks.
     const bool swapped = C::kHalf && first % 2 == 1;
     const long long at = place.q_at(0, first % C::kRank) + (C::kHalf ? 4 : 8) * unit + (swapped ? C::kN / 2 : 0);
     const int other = swapped ? -C::kN / 2 : C::kN / 2;

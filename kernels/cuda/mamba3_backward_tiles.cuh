@@ -117,8 +117,8 @@ __device__ __forceinline__ void store4(float* p, float4 v) {
 
 __device__ __forceinline__ uint4 read_once(const bf16* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
-// Columns 8 * unit to 8 * unit + 7 of a tile, of a row of q or k in memory, in words as they are there: what is loaded
-// ahead of its use is not to be waited for.
+// Columns 8 * unit to 8 * unit + 7 of a tile, of a row of q or k in memory, in words as they are there, with kHalf four
+// numbers of each half: what is loaded ahead of its use is not to be waited for. `unpack_unit` gives the tile's order.
 template <class C>
 __device__ __forceinline__ uint4 load_unit(const bf16* row, int unit) {
   if constexpr (!C::kHalf) return read_once(row + 8 * unit);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void unpack_unit(uint4 words, float (&x)[8]) {
   }
 }
 
-// The same of a bias.
+// A unit of a bias, in the order of the tile.
 template <class C>
 __device__ __forceinline__ void load_bias(const float* row, int unit, float (&x)[8]) {
   const int first = C::kHalf ? 4 * unit : 8 * unit, second = C::kHalf ? C::kN / 2 + 4 * unit : 8 * unit + 4;

@@ -11,7 +11,7 @@
 // What one hands to another at the barrier between turns is told in mamba3_walk.cuh; who makes the output waits for
 // scores as well. Shared memory is busiest. Loops stay rolled where they can: a program for each warpgroup, all
 // unrolled, waited for instructions half of the time. To the ends of segments the same block walks without queries and
-// output.
+// output; there 0 and 1 make rotations, 2 and 3 stage keys and 2 makes the schedule.
 
 #include "mamba3_output.cuh"
 #include "mamba3_stages.cuh"
@@ -38,6 +38,8 @@ struct PipelineShape : WalkSizes<S, O, Tokens, Ends> {
   static constexpr bool kHeldState = Groups == 4;
   // Which makes the schedules, by one of its warps: a sixth of a turn, which that role has to spare.
   static constexpr int kScheduler = kHeldState && !Ends ? 1 : 2;
+  // See `in_common`: where the registers of a thread suffice for one more.
+  static constexpr bool kCommonBase = kHeldState && !Ends;
   // Which warpgroups make rotations. Together their threads have all numbers modulo kRotators.
   static constexpr int kRotators = Groups == 5 || Ends ? 256 : 128;
   static __device__ constexpr bool rotates(int group) {
@@ -245,7 +247,7 @@ struct Pipeline : WalkBlock<H> {
         for (int i = 0; i < H::kSizeState; i += 2) words[i / 8][i / 2 % 4] = bfloat16_pair(s[i], s[i + 1]);
         pin(words);
       }
-      decay_state(s, decay, weights(turn));  // products of no chunk change nothing either
+      decay_state(s, decay, weights(turn));  // nor do products, in a turn without a chunk, change it
       const auto v_columns = common(column_descriptor(kept_values(turn).base, 0));
       const auto k_columns = common(column_descriptor(keys(turn).base, H::Keys::kPanelBytes));
       pin(s);
@@ -347,7 +349,7 @@ __global__ void __launch_bounds__(128 * Groups, 1)
   const FinalState final_state{final_angle, final_ssm, final_k, final_v};
   clear<H::Layout::kBytes>(memory, H::kThreads);
   fence_async_proxy();
-  const Pipeline<H> block(in, final_state, ends, decays, phases, H::kScheduler == 1 ? in_common(memory) : memory, seq,
+  const Pipeline<H> block(in, final_state, ends, decays, phases, H::kCommonBase ? in_common(memory) : memory, seq,
                           segments, segment_tokens, pieces, piece_tokens, sequences);
   if (block.is_idle()) return;
   __syncthreads();

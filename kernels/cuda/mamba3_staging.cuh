@@ -289,7 +289,7 @@ struct PhaseWalk {
     from += (long long)count * (S::kHeads * S::kPairs);
   }
 
-  // Over the `count` tokens that `load` was given; their rotations go to the table. Meanwhile the next chunk is loaded,
+  // Over the `count` tokens that `load` was given; their rotations go to the table. The next chunk is loaded as well,
   // of next_count tokens, if there are any. A token with a number that is not finite is marked in `bad`, and the result
   // is true. Sets take turns in the first registers, so that the loop over them need not be unrolled.
   __device__ bool advance(const float* dt, int count, int next_count, const Rotations<S, Tokens>& table, int* bad) {

@@ -517,7 +517,7 @@ struct Tf32Walk : WalkBlock<H> {
       }
       expand(v, turn, ranked);
       pin(v);
-      decay_state(s, decay, w);  // products of no chunk change nothing either
+      decay_state(s, decay, w);  // nor do products, in a turn without a chunk, change it
       const auto k_columns = common(piece_descriptor(across(turn), 128, H::Across::kEights));
       pin(s);
       wgmma_fence();

@@ -324,8 +324,8 @@ struct WalkBlock {
     }
   }
 
-  // Over a chunk; `decay` sums up logarithms of what it decays by. No chunk changes nothing: the schedules begin as
-  // those of chunks without tokens.
+  // Over a chunk; `decay` sums up logarithms of what it decays by. A turn without a chunk leaves the state
+  // as it is: the schedules begin as those of chunks without tokens.
   __device__ __forceinline__ void decay_state(float (&s)[H::kSizeState], double& decay,
                                               const typename H::Weights& w) const {
     const float over = w.from_start[kTokens - 1];
